@@ -1,0 +1,333 @@
+"""From a policy and a model to routes: `plan` decides and touches nothing, `apply` acts, `undo` takes it back.
+
+The plugin plans and applies before training; the manifest, the census and the command line read the plan.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lightning_amp_plus.autocast_probe import UNKNOWN, Probe, Region, probe
+from lightning_amp_plus.casts import BITS_16, DTYPES, dtype_name
+from lightning_amp_plus.matching import Decision, ModelNames, clean_name, decide
+from lightning_amp_plus.policy import PrecisionPolicy
+from lightning_amp_plus.routed import (
+    FUSED_IN_EVALUATION,
+    ModuleRoute,
+    base_class,
+    is_metric,
+    route_module,
+    unroute_module,
+    why_not_routable,
+)
+from lightning_amp_plus.storage import convert_storage
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_COLUMNS = ("module", "compute", "parameter", "input", "weight", "output", "accumulator", "optimizer", "rule", "reason")
+
+
+@dataclass(frozen=True)
+class Route:
+    """What one module got. Formats are short names (``bf16``), ``-`` for what does not apply or is not known.
+
+    Attributes:
+        name: Qualified name, relative to the model.
+        module_type: Name of its class.
+        compute: Format it computes in.
+        params: Format its own parameters are stored in.
+        input: Format its operation reads its input in; ``as given`` where it takes what comes.
+        weight: Format its operation reads its weight in.
+        output: Format of what it returns.
+        accumulator: Format its GEMM sums in, measured.
+        optimizer: Format of the optimizer's state for its parameters.
+        rule: `match` of the rule that decided; empty if none did.
+        reason: Why it got this route.
+    """
+
+    name: str
+    module_type: str
+    compute: str
+    params: str
+    input: str
+    weight: str
+    output: str
+    accumulator: str
+    optimizer: str
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """The routes of a model's modules under a policy. Print it, store it as JSON, or `apply` it.
+
+    Attributes:
+        policy: The policy that was planned for.
+        device_type: Device that the operations were probed on and autocast is meant for.
+        routes: One for every qualified module name, aliases of shared modules included.
+        kept_buffers: Qualified names of buffers that keep their format because a rule names them.
+    """
+
+    policy: PrecisionPolicy
+    device_type: str
+    routes: tuple[Route, ...]
+    kept_buffers: tuple[str, ...] = ()
+    _index: dict[str, Route] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_index", {route.name: route for route in self.routes})
+
+    def __getitem__(self, name: str) -> Route:
+        cleaned = clean_name(name)
+        if cleaned not in self._index:
+            raise KeyError(f"The plan has no module {name!r}. It has {_some(list(self._index))}.")
+        return self._index[cleaned]
+
+    def apply(self, model: nn.Module) -> None:
+        """Installs the routes in a model; see `apply`."""
+        apply(self, model)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan in plain types."""
+        return {
+            "policy": self.policy.to_dict(),
+            "device_type": self.device_type,
+            "routes": [asdict(route) for route in self.routes],
+            "kept_buffers": list(self.kept_buffers),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "RoutePlan":
+        """The plan that `to_dict` described.
+
+        Raises:
+            ValueError: If keys are missing or unknown, naming them.
+        """
+        _exactly("A plan", values, {"policy", "device_type", "routes", "kept_buffers"})
+        names = {item.name for item in fields(Route)}
+        for index, route in enumerate(values["routes"]):
+            _exactly(f"Route {index} of a plan", route, names)
+        routes = tuple(Route(**route) for route in values["routes"])
+        policy = PrecisionPolicy.from_dict(values["policy"])
+        return cls(policy, values["device_type"], routes, tuple(values["kept_buffers"]))
+
+    def to_json(self) -> str:
+        """The plan as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "RoutePlan":
+        """The plan that `to_json` wrote."""
+        return cls.from_dict(json.loads(text))
+
+    def describe(self) -> dict[str, Any]:
+        """What a manifest keeps of a plan, in plain types: policy, its fingerprint, device and each module's format."""
+        return {
+            "policy": self.policy.to_dict(),
+            "fingerprint": self.policy.fingerprint(),
+            "device_type": self.device_type,
+            "routes": {route.name: route.compute for route in self.routes},
+        }
+
+    def __str__(self) -> str:
+        rows = [_COLUMNS, *(_row(route) for route in self.routes)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+    def __rich__(self) -> "Table":
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=f"Routes on {self.device_type}, {self.policy.lightning_precision} around")
+        for column in _COLUMNS:
+            table.add_column(column, overflow="fold", no_wrap=column not in ("module", "rule", "reason"))
+        for route in self.routes:
+            table.add_row(*map(Text, _row(route)))
+        return table
+
+
+def plan(model: nn.Module, policy: PrecisionPolicy, hardware: str | torch.device | None = None) -> RoutePlan:
+    """Decides what each module of a model computes in, and says why. Changes nothing and draws no random number.
+
+    Args:
+        model: The model; names in rules are relative to it. Its weights are not read and may be on the meta device.
+        policy: What is wanted.
+        hardware: Device that it will run on, by default that of the first parameter. What operations make of autocast
+            is measured there, and left open (``-``) if the device is not present.
+
+    Raises:
+        ValueError: If a rule matches nothing, the whole model or a module whose format is fixed.
+        TypeError: If a module that needs a route cannot carry one.
+        NotImplementedError: If the policy asks for FP8.
+    """
+    if policy.uses_fp8:
+        raise NotImplementedError(
+            "FP8 is not available yet in this version: the policy asks for it "
+            + ("with compute='fp8'." if policy.compute == "fp8" else "in a rule.")
+            + " Use compute='bf16', or a rule with compute='bf16', until it is."
+        )
+    device_type = _device_type(model, hardware)
+    names = ModelNames(model)
+    decisions, kept_buffers = decide(names, policy)
+    _routed_modules(names, {name: decision.compute for name, decision in decisions.items()}, policy)
+    routes = tuple(
+        _route(name, names.module[name], decision, policy, device_type) for name, decision in decisions.items()
+    )
+    return RoutePlan(policy, device_type, routes, kept_buffers)
+
+
+def apply(plan: RoutePlan, model: nn.Module) -> None:
+    """Installs a plan's routes in the model it was made for, taking out earlier ones, and converts its storage.
+
+    Raises:
+        ValueError: If the model does not have the plan's modules. Nothing is changed then.
+        TypeError: If a module cannot carry its route. Nothing is changed then.
+    """
+    names = ModelNames(model)
+    _check_same_modules(plan, names)
+    routed = _routed_modules(names, {route.name: route.compute for route in plan.routes}, plan.policy)
+    undo(model)
+    convert_storage(model, plan)
+    for module, compute in routed:
+        route_module(module, _module_route(module, compute, plan))
+
+
+def undo(model: nn.Module) -> None:
+    """Takes all routes out of a model; its classes are then as before. Converted storage stays converted."""
+    for module in model.modules():
+        unroute_module(module)
+
+
+def _route(name: str, module: nn.Module, decision: Decision, policy: PrecisionPolicy, device_type: str) -> Route:
+    params, optimizer = _storage_columns(module, decision, policy)
+    region = _region(decision.compute, params, policy, device_type)
+    seen = Probe() if decision.metric else probe(module, region)
+    reason = decision.reason
+    if seen.error:
+        reason += f"; cannot run in {decision.compute} on {device_type}: {seen.error}"
+    return Route(
+        name=name,
+        module_type=base_class(module).__name__,
+        compute=decision.compute,
+        params=params,
+        input=seen.input,
+        weight=seen.weight,
+        output=seen.output,
+        accumulator=seen.accumulator,
+        optimizer=optimizer,
+        rule=decision.rule,
+        reason=reason,
+    )
+
+
+def _storage_columns(module: nn.Module, decision: Decision, policy: PrecisionPolicy) -> tuple[str, str]:
+    found = {dtype_name(parameter.dtype) for parameter in module._parameters.values() if parameter is not None}
+    if policy.is_true and not decision.metric:
+        found = {policy.params if name in ("fp32", "bf16", "fp16") else name for name in found}
+    if not found:
+        return UNKNOWN, UNKNOWN
+    state = {"fp32" if policy.master_weights and name == policy.params else name for name in found}
+    return "+".join(sorted(found)), "+".join(sorted(state))
+
+
+def _region(compute: str, params: str, policy: PrecisionPolicy, device_type: str) -> Region:
+    stored = params.partition("+")[0]
+    stored = stored if stored in DTYPES else policy.params
+    if compute == "fp32":
+        weight = "fp64" if stored == "fp64" else "fp32"
+        return Region(None, (weight,), weight, device_type)
+    if policy.is_true and compute == policy.params:
+        return Region(None, (compute,), stored, device_type)
+    return Region(compute, ("fp32", compute), stored, device_type)
+
+
+def _module_route(module: nn.Module, compute: str, plan: RoutePlan) -> ModuleRoute:
+    policy = plan.policy
+    autocast = compute != "fp32" and not (policy.is_true and compute == policy.params)
+    narrow = any(parameter.dtype in BITS_16 for parameter in module.parameters())
+    cast_parameters = compute == "fp32" and narrow and not is_metric(module)
+    return ModuleRoute(compute, autocast, plan.device_type, cast_parameters)
+
+
+def _routed_modules(
+    names: ModelNames, computes: Mapping[str, str], policy: PrecisionPolicy
+) -> list[tuple[nn.Module, str]]:
+    """The modules that cannot rely on their surroundings, each with its format.
+
+    Those of another format than the policy's; those with an ancestor of another format than their own, by any of their
+    names; those that could bypass such a module inside them; and where no autocast surrounds a model of several
+    formats, all that hold parameters: their inputs come in the formats of others, and nothing but a route casts them.
+    """
+    base = policy.base_compute
+    mixed = (policy.is_true or base == "fp32") and any(
+        computes[name] != base for name, module in names.module.items() if id(module) not in names.metrics
+    )
+    needing: dict[int, str] = {}
+    for name, module in names.module.items():
+        aliases = names.aliases[id(module)]
+        around = {computes[above] for alias in aliases for above in names.above(alias)}
+        holds_parameters = mixed and any(parameter is not None for parameter in module._parameters.values())
+        if computes[name] != base or around - {computes[name]} or holds_parameters:
+            needing.setdefault(id(module), name)
+    for name, module in names.module.items():
+        inside = names.below(name) if isinstance(module, FUSED_IN_EVALUATION) else []
+        if any(id(names.module[inner]) in needing for inner in inside):
+            needing.setdefault(id(module), name)
+    routed = [(names.module[name], computes[name]) for name in needing.values()]
+    for (module, compute), name in zip(routed, needing.values(), strict=True):
+        obstacle = why_not_routable(module)
+        if obstacle:
+            raise TypeError(
+                f"Module {name!r} ({type(module).__name__}) needs a route ({compute}), but {obstacle}. "
+                "Match it by no rule, or give the plugin the module as it was before."
+            )
+    return routed
+
+
+def _check_same_modules(plan: RoutePlan, names: ModelNames) -> None:
+    planned = {route.name for route in plan.routes}
+    found = set(names.module)
+    missing, extra = sorted(planned - found), sorted(found - planned)
+    changed = sorted(
+        name for name in planned & found if plan[name].module_type != base_class(names.module[name]).__name__
+    )
+    parts = [
+        f"{what}: {_some(which)}"
+        for what, which in (("not in the model", missing), ("not in the plan", extra), ("of another class", changed))
+        if which
+    ]
+    if parts:
+        raise ValueError(
+            f"This plan is not one of this model. Modules {'; '.join(parts)}. Make a new plan of the model."
+        )
+
+
+def _device_type(model: nn.Module, hardware: str | torch.device | None) -> str:
+    if hardware is not None:
+        return torch.device(hardware).type
+    parameter = next(model.parameters(), None)
+    # A model on the meta device is to be materialized elsewhere; without better knowledge, here.
+    return "cpu" if parameter is None or parameter.device.type == "meta" else parameter.device.type
+
+
+def _exactly(what: str, values: Mapping[str, Any], known: set[str]) -> None:
+    unknown, missing = sorted(set(values) - known), sorted(known - set(values))
+    if unknown or missing:
+        raise ValueError(f"{what} has unknown keys {unknown} and lacks {missing}.")
+
+
+def _row(route: Route) -> tuple[str, ...]:
+    formats = (route.compute, route.params, route.input, route.weight, route.output, route.accumulator, route.optimizer)
+    return (route.name or "(model)", *formats, route.rule, route.reason)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
