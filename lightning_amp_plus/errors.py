@@ -1,0 +1,14 @@
+"""The exceptions a user may want to catch; raised by the step sequence, exported from the package."""
+
+from __future__ import annotations
+
+
+class SkipLimitError(RuntimeError):
+    """Raised when too many windows in a row were skipped because their gradients were not finite.
+
+    The message holds the number of skips, where the overflow began, the first parameter hit and what to try.
+    """
+
+
+class ScaleCollapseError(SkipLimitError):
+    """The :class:`SkipLimitError` of a run with a loss scale: lowering it did not bring finite gradients back."""

@@ -1,0 +1,134 @@
+"""Which gradients belong to which window, and in which scale they are: :class:`Ledger`. The step sequence's memory.
+
+An optimizer's window runs from the first backward after its last step to its next step. With several optimizers windows
+overlap, and one optimizer's gradients may wait, scaled, while another one steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_amp_plus.scaling.gradients import dense_gradients, parameters_with_gradients
+
+_KEPT_LOSSES = 1024  # per window; in a longer one the oldest are not looked at for the overflow's origin
+_CONSUMED = "_lightning_amp_plus_consumed"
+
+
+@dataclass
+class OpenWindow:
+    """What is known so far about the window of one optimizer.
+
+    Attributes:
+        found_inf: 0-dim FP32 tensor, above 0 if a gradient was found to be non-finite; ``None`` before any check.
+        unscaled: Whether the gradients have been divided by the scale.
+        terms: What all ranks agreed on, ``[overflows, forward overflows, ...]``; ``None`` in a single process.
+        norm: Global norm of the unscaled gradients before clipping, where it was measured.
+        norm_at: Number of the backward after which ``norm`` was measured; a later backward makes it stale.
+        known_norm: ``norm`` on the host, where it came along with the verdict.
+        overflowed: The verdict, once the host has read it.
+    """
+
+    found_inf: Tensor | None = None
+    unscaled: bool = False
+    terms: Tensor | None = None
+    norm: Tensor | None = None
+    norm_at: int = -1
+    known_norm: float | None = None
+    overflowed: bool | None = None
+
+
+class Ledger:
+    """Backwards, losses and consumption of the windows that are open.
+
+    Args:
+        optimizers: All optimizers of the run.
+        manual: Whether the run is in manual optimization, the only case where windows can overlap or be consumed twice.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer] = (), manual: bool = False) -> None:
+        self.optimizers = list(optimizers)
+        self.manual = manual
+        self.discard()
+
+    def discard(self) -> None:
+        """Forgets every open window: an exception ended it, or its gradients were zeroed unconsumed."""
+        self.backwards = 0
+        self._stepped_at: dict[int, int] = {}
+        self._losses: deque[tuple[int, Tensor]] = deque(maxlen=_KEPT_LOSSES)
+        self._open: dict[int, OpenWindow] = {}
+
+    def record_backward(self, loss: Tensor | None) -> None:
+        """Counts a backward; ``loss`` is kept (detached) where its overflow may be asked for."""
+        self.backwards += 1
+        if loss is not None:
+            self._losses.append((self.backwards, loss.detach()))
+
+    def window_of(self, optimizer: Optimizer) -> OpenWindow:
+        """The optimizer's open window."""
+        return self._open.setdefault(id(optimizer), OpenWindow())
+
+    def reopen(self, optimizer: Optimizer) -> None:
+        """The window is computed anew inside a step (LBFGS): what was found out about its gradients no longer holds."""
+        self._open.pop(id(optimizer), None)
+
+    def close(self, optimizer: Optimizer) -> None:
+        """The optimizer's window is over, whatever became of it."""
+        self._open.pop(id(optimizer), None)
+        self._stepped_at[id(optimizer)] = self.backwards
+        if len(self.optimizers) < 2:
+            self._losses.clear()
+
+    def has_backward(self, optimizer: Optimizer) -> bool:
+        """Whether any backward went through the plugin since the optimizer's last step."""
+        return self.backwards > self._stepped_at.get(id(optimizer), 0)
+
+    def unscaled_early(self) -> list[Optimizer]:
+        """Optimizers whose open window was unscaled (by ``scaler.unscale_``) and may still go on."""
+        return [o for o in self.optimizers if id(o) in self._open and self._open[id(o)].unscaled]
+
+    def losses_of(self, optimizer: Optimizer) -> tuple[Tensor, ...]:
+        """The losses of the optimizer's open window, detached and unscaled."""
+        since = self._stepped_at.get(id(optimizer), 0)
+        return tuple(loss for number, loss in self._losses if number > since)
+
+    def forward_overflow(self, optimizer: Optimizer, device: torch.device) -> Tensor:
+        """0-dim FP32 tensor on ``device``: 1 if a loss of the open window is not finite, else 0."""
+        losses = self.losses_of(optimizer)
+        if not losses:
+            return torch.zeros((), device=device)
+        flat = torch.stack([loss.to(device, torch.float32).reshape(()) for loss in losses])
+        return 1.0 - torch.isfinite(flat).all().float()
+
+    def is_fresh(self, parameter: Tensor) -> bool:
+        """Whether the gradient was written to since it was last consumed.
+
+        The tensor's version is remembered, not its id: ids are reused as soon as a gradient is freed.
+        """
+        gradient = parameter.grad
+        return gradient is not None and getattr(gradient, _CONSUMED, None) != gradient._version
+
+    def mark_consumed(self, parameters: Iterable[Tensor]) -> None:
+        """Notes that the gradients, as they are now, have been through a step and are unscaled."""
+        for parameter in parameters if self.manual else ():
+            if parameter.grad is not None:
+                setattr(parameter.grad, _CONSUMED, parameter.grad._version)
+
+    def held_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """Gradients of *other* optimizers that still carry the present scale while ``optimizer`` steps."""
+        if not self.manual or len(self.optimizers) < 2:
+            return []
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = {
+            id(p): p
+            for other in self.optimizers
+            if other is not optimizer and not (id(other) in self._open and self._open[id(other)].unscaled)
+            for p in parameters_with_gradients(other)
+            if id(p) not in mine and self.is_fresh(p)
+        }
+        return dense_gradients(held.values())

@@ -1,0 +1,54 @@
+"""Consensus: every rank takes the same verdict on a window. One collective a window, whatever the number of optimizers.
+
+Strategies differ only here and in ``grad_norm``; the step sequence knows just ``Consensus``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+
+class Consensus:
+    """Consensus of a single process: its own verdict."""
+
+    world_size = 1
+
+    def agree(self, terms: Tensor) -> Tensor:
+        """Sums ``terms`` over all ranks that hold a replica or a part of the model.
+
+        Args:
+            terms: 1-dim FP32 tensor, the same length on every rank; each element a count or a flag.
+
+        Returns:
+            The sums, the same on every rank.
+        """
+        return terms
+
+
+class GroupConsensus(Consensus):
+    """Consensus over a process group (the world by default) by one all-reduce.
+
+    Args:
+        group: Process group that takes the verdict together.
+
+    Raises:
+        ValueError: If this rank is not part of ``group``.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        if group is not None and torch.distributed.get_rank(group) < 0:
+            raise ValueError(
+                f"AmpPrecision(process_group=...): rank {torch.distributed.get_rank()} is not part of the group given "
+                f"(ranks {torch.distributed.get_process_group_ranks(group)}). Give every rank a group that contains it."
+            )
+        self.group = group
+        self.world_size = torch.distributed.get_world_size(group)
+
+    def agree(self, terms: Tensor) -> Tensor:
+        """See :meth:`Consensus.agree`; in place."""
+        torch.distributed.all_reduce(terms, op=torch.distributed.ReduceOp.SUM, group=self.group)
+        return terms
