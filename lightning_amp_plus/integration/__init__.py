@@ -1,0 +1,1 @@
+"""What Lightning needs to be told about skipped windows, devices and strategies. Used by ``precision`` only."""

@@ -1,0 +1,64 @@
+"""Reads ``num_items`` off what ``training_step`` returns, to weight summed losses by their number of items."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ItemCounts:
+    """Numbers of items (tokens, samples) of the micro-batches in the open window."""
+
+    def __init__(self) -> None:
+        self._counts: list[Any] = []
+
+    def note(self, output: Any) -> None:
+        """Takes what ``training_step`` returned for one micro-batch; without a loss it contributes nothing.
+
+        Raises:
+            ValueError: If ``num_items`` is not one number of items.
+        """
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            return
+        count = output.get("num_items") if isinstance(output, Mapping) else None
+        if isinstance(count, Tensor):
+            if count.numel() != 1:
+                raise ValueError(
+                    f"training_step returned num_items of shape {tuple(count.shape)}; expected one number."
+                )
+            count = count.detach().reshape(())
+        elif count is not None and (isinstance(count, bool) or not isinstance(count, (int, float)) or count < 0):
+            raise ValueError(f"training_step returned num_items={count!r}; expected the number of items, 0 or more.")
+        self._counts.append(count)
+
+    def clear(self) -> None:
+        """A new window begins."""
+        self._counts.clear()
+
+    def total(self) -> float | Tensor | None:
+        """The window's number of items, or ``None`` where ``training_step`` does not return it.
+
+        Raises:
+            ValueError: If some micro-batches of the window came with ``num_items`` and others without, or the total is
+                0.
+        """
+        counts = [count for count in self._counts if count is not None]
+        if not counts:
+            return None
+        if len(counts) != len(self._counts):
+            raise ValueError(
+                f"training_step returned num_items for {len(counts)} of the {len(self._counts)} micro-batches of this "
+                "window. Summed and averaged losses cannot be mixed: return it always or never."
+            )
+        tensors = [count for count in counts if isinstance(count, Tensor)]
+        if tensors:
+            device = tensors[0].device
+            return torch.stack([torch.as_tensor(c, dtype=torch.float64, device=device) for c in counts]).sum()
+        total = float(sum(counts))
+        if total == 0:
+            raise ValueError("training_step returned num_items that add up to 0 over the window; a loss over no items.")
+        return total

@@ -1,0 +1,638 @@
+"""AmpPrecision, the Lightning precision plugin: the front door.
+
+It speaks Lightning's verbs and hands the work on: routes to ``routing``, the window to ``step``, what Lightning must be
+told to ``integration``. One class serves every strategy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
+from lightning_utilities import apply_to_collection
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_amp_plus.history import History
+from lightning_amp_plus.integration.averaging import gate_averaging
+from lightning_amp_plus.integration.instance_hooks import InstanceHooks
+from lightning_amp_plus.integration.items import ItemCounts
+from lightning_amp_plus.integration.schedulers import gate_schedulers
+from lightning_amp_plus.integration.strategies import consensus_of, device_type, refuse_strategy
+from lightning_amp_plus.integration.throughput import correct_throughput_monitors
+from lightning_amp_plus.policy import PrecisionPolicy, Rule, StorageFormat
+from lightning_amp_plus.routing import RoutePlan, plan
+from lightning_amp_plus.scaling.grad_norm import GradNorm
+from lightning_amp_plus.scaling.loss_scale import LossScale
+from lightning_amp_plus.scaling.master_weights import MasterWeights
+from lightning_amp_plus.scaling.scaler import LossScaler
+from lightning_amp_plus.step import StepSequence, Window
+from lightning_amp_plus.step_report import StepReport
+
+CHECKPOINT_KEY = "lightning_amp_plus"
+SCHEMA_VERSION = 1
+
+_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class AmpPrecision(FSDPPrecision):
+    """Mixed precision with a loss scale whose verdict and state are right, and a report on every step.
+
+    It is an ``FSDPPrecision`` because ``FSDPStrategy`` takes nothing else; none of that class's methods is used.
+
+    Args:
+        policy: What computes in which format: a :class:`PrecisionPolicy` or one of the strings ``32-true``,
+            ``16-mixed``, ``bf16-mixed``, ``16-true``, ``bf16-true``.
+        loss_scale: ``"auto"``: dynamic where the policy computes in FP16, none otherwise. A :class:`LossScale`
+            configures the dynamic one, a number is a static scale, ``None`` is none (with a warning in FP16).
+        check_finite: Skip windows with non-finite gradients also where there is no loss scale. One device-to-host
+            transfer a step (none with a fused optimizer); ``False`` gives exactly what stock Lightning does.
+        max_consecutive_skips: Number of skipped windows in a row at which the run stops with a :class:`SkipLimitError`.
+            By default 100 where a loss scale can still be lowered, else 10.
+        advance_scheduler_on_skip: Let per-step schedulers advance on skipped windows too, as stock Lightning does.
+        partial_window: How the last, shorter accumulation window of an epoch is weighted: ``"lightning"`` divides by
+            ``accumulate_grad_batches`` all the same, ``"mean"`` by the window's own size.
+        process_group: Ranks that take the verdict together; by default all.
+
+    Raises:
+        ValueError: If the policy string is unknown or arguments contradict each other.
+
+    Example::
+
+        trainer = L.Trainer(plugins=[AmpPrecision("16-mixed")], callbacks=precision_callbacks())
+    """
+
+    def __init__(
+        self,
+        policy: PrecisionPolicy | str,
+        *,
+        loss_scale: LossScale | float | Literal["auto"] | None = "auto",
+        check_finite: bool = True,
+        max_consecutive_skips: int | None = None,
+        advance_scheduler_on_skip: bool = False,
+        partial_window: Literal["lightning", "mean"] = "lightning",
+        process_group: Any = None,
+    ) -> None:
+        # FSDPPrecision's constructor is not run: it would make a scaler of its own and knows five strings only.
+        if not isinstance(policy, PrecisionPolicy):
+            policy = PrecisionPolicy.from_string(policy)
+        if policy.uses_fp8:
+            raise ValueError(
+                "FP8 is not available yet in this version: the policy asks for compute='fp8'. Use 'bf16-mixed', which "
+                "is what "
+                "FP8 training runs in around its matrix products."
+            )
+        if partial_window not in ("lightning", "mean"):
+            raise ValueError(f"partial_window={partial_window!r}: expected 'lightning' or 'mean'.")
+        scaler = _make_scaler(policy, loss_scale)
+        if scaler is not None and not check_finite:
+            raise ValueError(
+                "check_finite=False together with a loss scale: the scale is steered by that check. Leave check_finite "
+                "at True, or "
+                "pass loss_scale=None."
+            )
+        if max_consecutive_skips is None:
+            max_consecutive_skips = 100 if scaler is not None and scaler.dynamic else 10
+        if (
+            isinstance(max_consecutive_skips, bool)
+            or not isinstance(max_consecutive_skips, int)
+            or max_consecutive_skips < 1
+        ):
+            raise ValueError(f"max_consecutive_skips={max_consecutive_skips!r}: expected a whole number of at least 1.")
+        self.policy = policy
+        self.precision = policy.lightning_precision
+        self.check_finite = check_finite
+        self.advance_scheduler_on_skip = advance_scheduler_on_skip
+        self.partial_window = partial_window
+        self.process_group = process_group
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.plan: RoutePlan | None = None
+        self._sequence = StepSequence(scaler, check_finite, max_consecutive_skips, warn=_warn)
+        self._masters = MasterWeights() if policy.master_weights else None
+        self._moves: tuple[Rule, ...] = ()
+        self._forget_run()
+
+    def _forget_run(self) -> None:
+        self._module: Module | None = None
+        self._hooks = InstanceHooks()
+        self._items = ItemCounts()
+        self._verdict_awaited = False
+
+    # ---------------------------------------------------------------- what people and callbacks read
+
+    @property
+    def scaler(self) -> LossScaler | None:  # type: ignore[override]
+        """The loss scale's state, a ``torch.amp.GradScaler``; ``None`` where no scale is in use."""
+        return self._sequence.scaler
+
+    @property
+    def history(self) -> History:
+        """Scales and counts of the run so far. Reading it moves what only the device knew: one transfer at most."""
+        return self._sequence.journal.settle()
+
+    @property
+    def applied_steps(self) -> int:
+        """Windows whose step was applied; Lightning's ``global_step`` counts skipped ones too."""
+        return self.history.applied
+
+    @property
+    def last_report(self) -> StepReport | None:
+        """The report on the window that closed last, for people; callbacks use :meth:`subscribe`."""
+        return self._sequence.journal.last_report
+
+    def subscribe(
+        self, fn: Callable[[StepReport], None], grad_norm: Callable[[Window], bool] | None = None
+    ) -> Callable[[], None]:
+        """Delivers every :class:`StepReport` to ``fn`` once, unresolved. Returns the function that ends it.
+
+        Args:
+            fn: Called when a window closes.
+            grad_norm: Says for which windows ``fn`` wants the gradient norm; that costs a pass over the gradients.
+        """
+        return self._sequence.journal.subscribe(fn, grad_norm)
+
+    def set_route(self, module_name: str, compute: StorageFormat, reason: str = "") -> None:
+        """Moves a module, and what is below it, to another compute format while training. The optimizer is not touched.
+
+        Args:
+            module_name: Qualified name, as in the plan.
+            compute: ``fp32``, ``bf16`` or ``fp16``.
+            reason: Shown in the plan.
+
+        Raises:
+            RuntimeError: If no model is connected yet.
+            ValueError: If there is no such module or format. Nothing is changed then.
+        """
+        if self._module is None or self.plan is None:
+            raise RuntimeError(
+                "set_route() moves modules of a running Trainer; before it, write a Rule into the policy."
+            )
+        names = [route.name for route in self.plan.routes]
+        if module_name not in names:
+            raise ValueError(
+                f"set_route({module_name!r}): there is no such module. Names are those of the plan: {names}"
+            )
+        prefix = _escape_glob(module_name)
+        why = reason or "moved while training"
+        moves: tuple[Rule, ...] = (Rule(prefix, compute=compute, reason=why),)
+        if any(name.startswith(f"{module_name}.") for name in names):
+            moves += (Rule(f"{prefix}.*", compute=compute, reason=why),)
+        self._apply_plan(self._module, self._moves + moves)
+        self._moves += moves
+
+    # ---------------------------------------------------------------- model and inputs
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        return _DTYPES[self.policy.base_compute]
+
+    @property
+    def _storage_dtype(self) -> torch.dtype | None:
+        """Default dtype of new tensors where the model is stored in 16 bits, else ``None``."""
+        return _DTYPES[self.policy.params] if self.policy.is_true else None
+
+    @override
+    def convert_module(self, module: Module) -> Module:
+        """Applies the policy's plan to ``module`` in place: routes and storage."""
+        trainer = getattr(module, "_trainer", None)
+        if isinstance(module, pl.LightningModule) and trainer is not None:
+            refuse_strategy(trainer.strategy)
+            self.device = device_type(trainer.strategy)
+        self._refuse_half_parameters(module)
+        self._apply_plan(module, self._moves)
+        self._module = module
+        return module
+
+    def _apply_plan(self, module: Module, moves: tuple[Rule, ...]) -> None:
+        policy = replace(self.policy, rules=(*self.policy.rules, *moves))
+        new = plan(module, policy, hardware=self.device)
+        if self._masters is not None:
+            self._masters.capture(module.parameters())
+        new.apply(module)
+        self.plan = new
+
+    def _refuse_half_parameters(self, module: Module) -> None:
+        """A trainable FP16 parameter under autocast gets FP16 gradients; unscaling those loses digits."""
+        if self.policy.params == "fp16" or self.policy.base_compute == "fp32":
+            return
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter.dtype == torch.float16:
+                owner = name.rpartition(".")[0] or type(module).__name__
+                raise ValueError(
+                    f"Module {owner!r} has a trainable parameter stored in FP16 ({name!r}), but precision "
+                    f"{self.precision!r} keeps "
+                    "trainable parameters in FP32 and computes in 16 bits by autocast. Remove the .half() call "
+                    "(module.float()), "
+                    "freeze the parameter (requires_grad_(False)), or use PrecisionPolicy(compute='fp16', "
+                    "params='fp16', "
+                    "master_weights=True)."
+                )
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[None]:
+        """New tensors in the storage dtype of a 16-bit model; FP32 where masters are kept, to round nothing early."""
+        if self._storage_dtype is None or self._masters is not None:
+            return nullcontext()
+        return _default_dtype(self._storage_dtype)
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[None]:
+        """See :meth:`tensor_init_context`."""
+        return self.tensor_init_context()
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        """Floating tensors in ``data`` in the storage dtype of a 16-bit model; unchanged under autocast."""
+        dtype = self._storage_dtype
+        if dtype is None:
+            return data
+        return apply_to_collection(data, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+    @override
+    def convert_output(self, data: Any) -> Any:
+        """``data`` unchanged: a module's output is what its computation gives."""
+        return data
+
+    def autocast_context_manager(self) -> AbstractContextManager[Any]:
+        """The autocast region of the policy's base format, as in Lightning's MixedPrecision."""
+        return torch.autocast(self.device, dtype=self._compute_dtype, cache_enabled=False)
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """What surrounds every step: autocast, the default dtype of a 16-bit model, or nothing in FP32."""
+        if self._storage_dtype is not None:
+            return _default_dtype(self._storage_dtype)
+        if self.policy.base_compute == "fp32":
+            return nullcontext()
+        return self.autocast_context_manager()
+
+    @override
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        """Surrounds ``training_step``; an exception in it discards the window that is open."""
+        try:
+            with self.forward_context():
+                yield
+        except BaseException:
+            self._discard_window()
+            raise
+
+    @property
+    @override
+    def mixed_precision_config(self) -> Any:
+        """FSDP1's dtypes, all concrete: parameters in the compute format, reduction and buffers as the policy says."""
+        from torch.distributed.fsdp import MixedPrecision as FsdpMixedPrecision
+
+        return FsdpMixedPrecision(
+            param_dtype=self._compute_dtype,
+            reduce_dtype=_DTYPES[self.policy.reduce],
+            buffer_dtype=_DTYPES[self.policy.buffers or self.policy.params],
+        )
+
+    # ---------------------------------------------------------------- binding to a run
+
+    @override
+    def connect(
+        self, model: Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[Module, list[Optimizer], list[Any]]:
+        """Binds the plugin to a run. Every fit begins with an empty window."""
+        module = self._module
+        trainer = getattr(module, "_trainer", None)
+        if not isinstance(module, pl.LightningModule) or trainer is None:
+            return model, optimizers, lr_schedulers
+        self._hooks.undo()
+        if trainer.state.fn != TrainerFn.FITTING:
+            return model, optimizers, lr_schedulers
+        for optimizer in optimizers:
+            self._refuse_lbfgs(optimizer)
+        if self._masters is not None:
+            self._masters.attach(module.parameters())
+            for optimizer in optimizers:
+                self._masters.attach_optimizer(optimizer)
+        self._items.clear()
+        self._sequence.begin_fit(
+            optimizers,
+            module.named_parameters,
+            manual=not module.automatic_optimization,
+            consensus=consensus_of(trainer.strategy, self.process_group),
+            grad_norm=GradNorm(),
+            masters=self._masters,
+            settle_every=max(1, trainer.log_every_n_steps or 50),
+        )
+        correct_throughput_monitors(trainer, self._compute_dtype)
+        averaging = gate_averaging(trainer.callbacks, self._was_skipped, self._hooks)
+        scheduling = False
+        if module.automatic_optimization:
+            self._hooks.wrap(trainer.strategy, "training_step", self._watch_items)
+            if not self.advance_scheduler_on_skip:
+                lr_schedulers, scheduling = gate_schedulers(lr_schedulers, self._was_skipped)
+        self._verdict_awaited = averaging or scheduling
+        return model, optimizers, lr_schedulers
+
+    def _was_skipped(self) -> bool:
+        report = self._sequence.journal.last_report
+        return report is not None and report.outcome in ("skipped_overflow", "skipped_no_backward")
+
+    def _watch_items(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._starts_window():
+                self._discard_window()
+            output = training_step(*args, **kwargs)
+            self._items.note(output)
+            return output
+
+        return watched
+
+    def _starts_window(self) -> bool:
+        """Whether this micro-batch is the first of its window: Lightning zeroes the gradients then, consumed or not."""
+        assert isinstance(self._module, pl.LightningModule)
+        trainer = self._module.trainer
+        return bool(trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0)
+
+    def _discard_window(self) -> None:
+        self._sequence.ledger.discard()
+        self._items.clear()
+
+    @override
+    def teardown(self) -> None:
+        """Counts what is still on the device and takes back what was wrapped."""
+        self._sequence.journal.settle()
+        self._hooks.undo()
+
+    # ---------------------------------------------------------------- the window
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        """Scales the loss and runs ``on_before_backward``."""
+        return Precision.pre_backward(self, self._sequence.scale_loss(tensor), module)
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Runs backward, outside autocast also in manual optimization; an exception discards the open window."""
+        try:
+            with self._outside_autocast(model):
+                Precision.backward(self, tensor, model, optimizer, *args, **kwargs)
+        except BaseException:
+            self._discard_window()
+            raise
+
+    def _outside_autocast(self, model: Any) -> AbstractContextManager[Any]:
+        # Automatic optimization is outside already: Lightning's step contexts surround training_step only.
+        if getattr(model, "automatic_optimization", True):
+            return nullcontext()
+        return torch.autocast(self.device, enabled=False)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """One window: unscale once, verdict, hooks, clipping, step or skip, update."""
+        self._refuse_lbfgs(optimizer)
+
+        def hooks() -> None:
+            with self._outside_autocast(model):
+                self._after_closure(model, optimizer)
+
+        if self.scaler is None and not self.check_finite:
+            return self._sequence.run_unchecked(
+                optimizer,
+                self._window,
+                closure=closure,
+                hooks=hooks,
+                step=lambda inner: optimizer.step(closure=inner, **kwargs),
+            )
+
+        again = False
+
+        def evaluate() -> Any:
+            """The closure for an optimizer that wants one: first what was computed already, then, for LBFGS, anew."""
+            nonlocal again
+            if not again:
+                again = True
+                return result
+            with self.forward_context() if not model.automatic_optimization else nullcontext():
+                value = self._sequence.evaluate_again(optimizer, closure, self._window)
+            hooks()
+            return value
+
+        result: Any = None
+
+        def compute() -> Any:
+            nonlocal result
+            result = closure()
+            return result
+
+        def step() -> Any:
+            with self._outside_autocast(model):
+                # With a loss scale the closure cannot be evaluated twice, so it is not handed over (as in stock
+                # Lightning).
+                return (
+                    optimizer.step(**kwargs) if self.scaler is not None else optimizer.step(closure=evaluate, **kwargs)
+                )
+
+        try:
+            return self._sequence.run(
+                optimizer,
+                self._window,
+                closure=compute,
+                hooks=hooks,
+                step=step,
+                host_verdict=self._verdict_awaited,
+            )
+        finally:
+            self._items.clear()
+
+    def _window(self) -> Window:
+        """The window that closes now, weighted. Called after the closing micro-batch's backward."""
+        module = self._module
+        trainer = getattr(module, "_trainer", None)
+        if not isinstance(module, pl.LightningModule) or trainer is None:
+            return Window(0)
+        if not module.automatic_optimization:
+            return Window(trainer.global_step)
+        batches = trainer.accumulate_grad_batches
+        size = trainer.fit_loop.batch_idx % batches + 1
+        items = self._items.total()
+        # Lightning has divided each micro-batch's loss by `batches`; a sum over items wants none of that.
+        factor = float(batches) if items is not None else batches / size if self.partial_window == "mean" else 1.0
+        return Window(trainer.global_step, size, trainer.is_last_batch, factor, items)
+
+    def _refuse_lbfgs(self, optimizer: Optimizer) -> None:
+        if self.scaler is not None and isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                f"{type(optimizer).__name__} evaluates the loss many times in one step, and a loss scale (precision "
+                f"{self.precision!r}) is updated once a step, so an overflow in mid-step could not be undone. Use "
+                "'bf16-mixed' or "
+                "'32-true' with LBFGS, or AdamW with FP16."
+            )
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float | None = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType | str = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clips what the unscaled gradients are, in whatever scale they are held; fused optimizers included.
+
+        Args:
+            optimizer: Whose gradients.
+            clip_val: Threshold; 0 and ``None`` mean no clipping.
+            gradient_clip_algorithm: ``norm`` or ``value``.
+        """
+        if not clip_val or clip_val <= 0:
+            return
+        algorithm = GradClipAlgorithmType(gradient_clip_algorithm)
+        inner = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds the real one
+        self._sequence.clip(inner, float(clip_val), "value" if algorithm == GradClipAlgorithmType.VALUE else "norm")
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """:meth:`clip_gradients` by norm."""
+        self.clip_gradients(optimizer, clip_val, GradClipAlgorithmType.NORM)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """:meth:`clip_gradients` by value."""
+        self.clip_gradients(optimizer, clip_val, GradClipAlgorithmType.VALUE)
+
+    # ---------------------------------------------------------------- checkpoint
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Everything of ours, as plain types and tensors."""
+        state: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "policy": self.policy.to_dict(),
+            "fingerprint": self.policy.fingerprint(),
+            "moves": [{"match": m.match, "compute": m.compute, "reason": m.reason} for m in self._moves],
+            **self._sequence.state_dict(),
+        }
+        if self._masters is not None:
+            state["master_weights"] = self._masters.state_dict(self._named_parameters())
+        return state
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from :meth:`state_dict`.
+
+        Raises:
+            ValueError: If the state is from a newer version, incomplete, or of a run with another kind of loss scale.
+        """
+        version = state_dict.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ValueError(
+                f"The precision state in the checkpoint has schema_version {version!r}; this version of "
+                "lightning_amp_plus reads "
+                f"{SCHEMA_VERSION}. Resume with the version that wrote it."
+            )
+        if (self._masters is not None) != ("master_weights" in state_dict):
+            raise ValueError(
+                "The checkpoint was saved "
+                + (
+                    "without master weights, but this run keeps them."
+                    if self._masters
+                    else "with master weights, which this run does not keep."
+                )
+            )
+        self._sequence.load_state_dict(state_dict)
+        moves = tuple(Rule(**move) for move in state_dict["moves"])
+        if self._module is not None and moves != self._moves:
+            self._apply_plan(self._module, moves)
+        self._moves = moves
+        if self._masters is not None:
+            self._masters.load_state_dict(state_dict["master_weights"], self._named_parameters())
+
+    def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
+        return self._module.named_parameters() if self._module is not None else ()
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Moves our state from the key made of the class's name to the fixed one, which outlives renaming."""
+        checkpoint[CHECKPOINT_KEY] = checkpoint.pop(type(self).__qualname__, None) or self.state_dict()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores our state when a fit resumes. Lightning calls this in evaluation too, which must not change it."""
+        trainer = getattr(self._module, "_trainer", None)
+        if trainer is not None and trainer.state.fn != TrainerFn.FITTING:
+            return
+        if CHECKPOINT_KEY in checkpoint:
+            self.load_state_dict(checkpoint[CHECKPOINT_KEY])
+        elif self.scaler is not None:
+            _warn(
+                "The checkpoint holds no state of lightning_amp_plus (it was written without AmpPrecision), so the "
+                "loss scale starts "
+                f"at {self.scaler.get_scale():g}."
+            )
+
+    # ---------------------------------------------------------------- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Settings, scale and counts travel to another process; the run they were used in does not."""
+        dropped = ("_module", "_hooks", "_items", "_verdict_awaited")
+        return {name: value for name, value in self.__dict__.items() if name not in dropped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget_run()
+
+    def __repr__(self) -> str:
+        scale = "none" if self.scaler is None else f"{'dynamic' if self.scaler.dynamic else 'static'}"
+        rules = f", rules={len(self.policy.rules)}" if self.policy.rules else ""
+        return f"{type(self).__name__}({self.precision!r}{rules}, loss scale: {scale})"
+
+
+def _make_scaler(policy: PrecisionPolicy, loss_scale: Any) -> LossScaler | None:
+    fp16 = policy.base_compute == "fp16"
+    if loss_scale == "auto":
+        return LossScaler(LossScale(), "cpu") if fp16 else None
+    if loss_scale is None:
+        if fp16:
+            _warn(
+                "loss_scale=None with FP16: gradients below 6e-8 become zero without a word. Leave loss_scale at "
+                "'auto', or use "
+                "bf16-mixed, which needs no scale."
+            )
+        return None
+    if isinstance(loss_scale, LossScale):
+        return LossScaler(loss_scale, "cpu")
+    if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
+        raise ValueError(
+            f"loss_scale={loss_scale!r}: expected 'auto', None, a LossScale, or a number for a static scale."
+        )
+    value = float(loss_scale)
+    if not math.isfinite(value) or not 2.0**-126 <= value <= 2.0**126:
+        raise ValueError(f"loss_scale={loss_scale!r}: a static scale must be a finite number above 0.")
+    return LossScaler(LossScale(init=value, min=min(value, 2.0**-14), max=max(value, 2.0**24)), "cpu", dynamic=False)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _escape_glob(name: str) -> str:
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _warn(message: str) -> None:
+    rank_zero_warn(message)
