@@ -1,0 +1,28 @@
+"""The callbacks a run is usually watched with, in one call: :func:`precision_callbacks`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lightning.pytorch import Callback
+
+from lightning_amp_plus.callbacks.loss_scale import LossScaleMonitor
+
+
+def precision_callbacks(level: Literal["light", "full"] = "light", every_n_steps: int | None = None) -> list[Callback]:
+    """Callbacks to pass to a Trainer that runs with ``AmpPrecision``.
+
+    Args:
+        level: ``light``: what can stay on in every run. ``full``: histograms too, for looking into a run.
+        every_n_steps: Interval of all of them; by default the Trainer's ``log_every_n_steps``.
+
+    Raises:
+        ValueError: If the level is unknown.
+
+    Example::
+
+        trainer = L.Trainer(plugins=[AmpPrecision("16-mixed")], callbacks=precision_callbacks())
+    """
+    if level not in ("light", "full"):
+        raise ValueError(f"precision_callbacks(level={level!r}): expected 'light' or 'full'.")
+    return [LossScaleMonitor(every_n_steps, histogram=level == "full")]

@@ -1,0 +1,1 @@
+"""Tiny models, faults and Trainers that several test files share."""
