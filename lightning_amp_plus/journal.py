@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_amp_plus.errors import ScaleCollapseError, SkipLimitError
 from lightning_amp_plus.history import History
+from lightning_amp_plus.scaling.consensus import Consensus
 from lightning_amp_plus.scaling.gradients import first_nonfinite
 from lightning_amp_plus.step_report import StepReport, resolve
+
+# What is compared across ranks, in this order.
+_DIGEST = ("the number of windows", "the number of applied steps", "the loss scale", "the growth tracker", "hysteresis")
 
 Subscriber = Callable[[StepReport], None]
 
@@ -36,6 +41,10 @@ class Journal:
         self.last_report: StepReport | None = None
         self.settle_every = 50
         self.named_parameters: Callable[[], Iterable[tuple[str, Tensor]]] = lambda: ()
+        self.consensus = Consensus()
+        self.device = torch.device("cpu")
+        self._unranked: list[StepReport] = []
+        self._deferred = False  # whether a verdict since the last log point is known to the device only
         self._subscribers: dict[Subscriber, Callable[[Any], bool] | None] = {}
         self._pending: list[StepReport] = []
         self._warned: set[str] = set()
@@ -62,12 +71,54 @@ class Journal:
         self.windows += 1
         self.last_report = report
         self._pending.append(report)
+        on_host = not isinstance(report.values.found_inf, Tensor)
+        log_point = self.windows % self.settle_every == 0
+        if report.values.found_here is not None:
+            self._unranked.append(report)
+            if on_host or log_point:  # the same windows on every rank, whoever has read what in between
+                self._name_ranks()
         for subscriber in list(self._subscribers):
             subscriber(report)
-        on_host = not isinstance(report.values.found_inf, Tensor)
-        if len(self._pending) >= self.settle_every or (on_host and len(self._pending) == 1):
+        self._deferred = not log_point and (self._deferred or not on_host)
+        if not self._deferred:
             self.settle()
             self._check_health()
+
+    def compare_ranks(self, state: Sequence[float], when: str) -> None:
+        """Compares a digest of what steers the run over all ranks; one small collective, which every rank has to enter.
+
+        Args:
+            state: Numbers that must be equal on all ranks, in the order of ``_DIGEST``.
+            when: What is going on, for the message.
+
+        Raises:
+            RuntimeError: On every rank, naming the first rank that differs, the field and both values.
+        """
+        if self.consensus.world_size == 1:
+            return
+        rows = self.consensus.gather(torch.tensor(list(state), dtype=torch.float64, device=self.device)).tolist()
+        for rank, row in enumerate(rows):
+            for name, mine, theirs in zip(_DIGEST, rows[0], row, strict=True):
+                if mine != theirs:
+                    raise RuntimeError(
+                        f"Ranks disagree {when}: {name} is {mine:g} on rank 0 and {theirs:g} on rank {rank}. From here "
+                        "on "
+                        "their weights drift apart. Something changed the scale or skipped a step on some ranks only; "
+                        "resume from a checkpoint saved before, and look for code that calls scaler.update() or "
+                        "optimizer.step() past the plugin."
+                    )
+
+    def _name_ranks(self) -> None:
+        """Asks all ranks where overflows were found, if any: one collective for all reports since last time."""
+        unranked, self._unranked = self._unranked, []
+        resolve(unranked)
+        overflowed = [report for report in unranked if report.values.found_inf]
+        if not overflowed:
+            return
+        flags = torch.stack([f.reshape(()) for r in overflowed if (f := r.values.found_here) is not None])
+        by_rank = self.consensus.gather(flags).tolist()
+        for column, report in enumerate(overflowed):
+            report.values.ranks = tuple(rank for rank, row in enumerate(by_rank) if row[column])
 
     def settle(self) -> History:
         """The history with every report counted: one transfer for all that only the device knew, none without any."""
@@ -89,8 +140,10 @@ class Journal:
         if not self.scaled:
             kept = "Weights, optimizer state and per-step schedulers stay as they were."
             return f"{start}{kept} Said once; see plugin.history."
+        moved = report.next_scale != report.scale
+        scale = f"went from {report.scale:g} to {report.next_scale:g}" if moved else f"stays at {report.scale:g}"
         return (
-            f"{start}The loss scale went from {report.scale:g} to {report.next_scale:g}. A few skips while the scale "
+            f"{start}The loss scale {scale}. A few skips while the scale "
             "finds "
             "its level are normal. Said once; see plugin.history or add LossScaleMonitor()."
         )
@@ -144,7 +197,16 @@ class Journal:
     def __getstate__(self) -> dict[str, Any]:
         """Counts and settings travel; subscribers, reports and the model's names belong to this process."""
         self.settle()
-        dropped = ("last_report", "named_parameters", "_subscribers", "_pending")
+        dropped = (
+            "last_report",
+            "named_parameters",
+            "consensus",
+            "device",
+            "_unranked",
+            "_deferred",
+            "_subscribers",
+            "_pending",
+        )
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ overlap, and one optimizer's gradients may wait, scaled, while another one steps
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +26,10 @@ class OpenWindow:
 
     Attributes:
         found_inf: 0-dim FP32 tensor, above 0 if a gradient was found to be non-finite; ``None`` before any check.
+        found_here: The same of this rank alone, where ranks agree on ``found_inf``.
         unscaled: Whether the gradients have been divided by the scale.
-        terms: What all ranks agreed on, ``[overflows, forward overflows, ...]``; ``None`` in a single process.
+        terms: What all ranks agreed on, ``[overflows, forward overflows, items, norm squared]``; ``None`` in a single
+            process.
         norm: Global norm of the unscaled gradients before clipping, where it was measured.
         norm_at: Number of the backward after which ``norm`` was measured; a later backward makes it stale.
         known_norm: ``norm`` on the host, where it came along with the verdict.
@@ -35,6 +37,7 @@ class OpenWindow:
     """
 
     found_inf: Tensor | None = None
+    found_here: Tensor | None = None
     unscaled: bool = False
     terms: Tensor | None = None
     norm: Tensor | None = None
@@ -56,9 +59,41 @@ class Ledger:
         self.manual = manual
         self.discard()
 
+    def watch_backwards(self) -> Callable[[], None]:
+        """Notices backwards past the plugin, at the first and the last parameter of each optimizer.
+
+        Returns:
+            The function that ends it.
+        """
+        handles = []
+        for optimizer in self.optimizers:
+            trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            for parameter in {id(p): p for p in (*trained[:1], *trained[-1:])}.values():
+                handles.append(parameter.register_post_accumulate_grad_hook(self._note_foreign))
+
+        def end() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return end
+
+    def _note_foreign(self, parameter: Tensor) -> None:
+        if not self.in_backward and parameter.grad is not None:
+            self._foreign[id(parameter)] = parameter.grad
+
+    def has_foreign_gradient(self, optimizer: Optimizer) -> bool:
+        """Whether a backward past the plugin has written to a gradient that is still there."""
+        return any(
+            p.grad is not None and self._foreign.get(id(p)) is p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
+
     def discard(self) -> None:
         """Forgets every open window: an exception ended it, or its gradients were zeroed unconsumed."""
         self.backwards = 0
+        self.in_backward = False
+        self._foreign: dict[int, Tensor] = {}
         self._stepped_at: dict[int, int] = {}
         self._losses: deque[tuple[int, Tensor]] = deque(maxlen=_KEPT_LOSSES)
         self._open: dict[int, OpenWindow] = {}
@@ -67,7 +102,9 @@ class Ledger:
         """Counts a backward; ``loss`` is kept (detached) where its overflow may be asked for."""
         self.backwards += 1
         if loss is not None:
-            self._losses.append((self.backwards, loss.detach()))
+            # Of a loss with several elements, backward from which needs a gradient, the largest tells as much as all.
+            kept = loss.detach() if loss.numel() == 1 else loss.detach().abs().amax()
+            self._losses.append((self.backwards, kept))
 
     def window_of(self, optimizer: Optimizer) -> OpenWindow:
         """The optimizer's open window."""
@@ -80,6 +117,9 @@ class Ledger:
     def close(self, optimizer: Optimizer) -> None:
         """The optimizer's window is over, whatever became of it."""
         self._open.pop(id(optimizer), None)
+        if self._foreign:
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._foreign = {key: gradient for key, gradient in self._foreign.items() if key not in mine}
         self._stepped_at[id(optimizer)] = self.backwards
         if len(self.optimizers) < 2:
             self._losses.clear()
@@ -102,7 +142,8 @@ class Ledger:
         losses = self.losses_of(optimizer)
         if not losses:
             return torch.zeros((), device=device)
-        flat = torch.stack([loss.to(device, torch.float32).reshape(()) for loss in losses])
+        dtype = torch.float64 if any(loss.dtype == torch.float64 for loss in losses) else torch.float32
+        flat = torch.stack([loss.to(device, dtype).reshape(()) for loss in losses])
         return 1.0 - torch.isfinite(flat).all().float()
 
     def is_fresh(self, parameter: Tensor) -> bool:

@@ -103,17 +103,38 @@ def decide(names: ModelNames, policy: PrecisionPolicy) -> tuple[dict[str, Decisi
     return {name: decided[id(module)] for name, module in names.module.items()}, tuple(dict.fromkeys(kept))
 
 
+def compute_of(module: nn.Module, name: str | None, policy: PrecisionPolicy) -> str:
+    """What a module will compute in, asked before the whole model is there to be planned (in ``configure_model``).
+
+    Args:
+        module: The module by itself.
+        name: Its qualified name, or None if unknown: then only rules on class names can meet it.
+        policy: What is wanted.
+    """
+    parts = name.split(".") if name else []
+    compute: str = policy.base_compute
+    for depth in range(len(parts) or 1):
+        level = ".".join(parts[: depth + 1])
+        own = depth == max(0, len(parts) - 1)
+        for rule in policy.rules:
+            known = own if rule.match.startswith("type:") else bool(parts)
+            if rule.compute is not None and known and matches(rule, level, module):
+                compute = rule.compute
+    return compute
+
+
 def _modules_of(rule: Rule, names: ModelNames) -> set[int]:
     root = names.module[""]
     has_children = any(True for _ in root.children())
     return {
         id(module)
         for name, module in names.module.items()
-        if _matches(rule, name, module) and not (module is root and has_children)
+        if matches(rule, name, module) and not (module is root and has_children)
     }
 
 
-def _matches(rule: Rule, name: str, module: nn.Module) -> bool:
+def matches(rule: Rule, name: str, module: nn.Module) -> bool:
+    """Whether a rule names a module, by its qualified name or its class."""
     if rule.match.startswith("type:"):
         return any(fnmatchcase(cls, rule.match.removeprefix("type:")) for cls in _class_names(module))
     return fnmatchcase(name, rule.match)
@@ -138,7 +159,7 @@ def _buffers_of(rule: Rule, names: ModelNames) -> list[str]:
 
 def _nothing_matched(rule: Rule, names: ModelNames) -> str:
     root = names.module[""]
-    if _matches(rule, "", root):
+    if matches(rule, "", root):
         return (
             f"Rule {rule.match!r} matches only the whole model ({base_class(root).__name__}). To set "
             "the format of the whole model, set the policy's compute."

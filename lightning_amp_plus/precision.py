@@ -6,7 +6,6 @@ told to ``integration``. One class serves every strategy.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -16,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from lightning_utilities import apply_to_collection
@@ -24,26 +24,32 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_amp_plus.casts import DTYPES
 from lightning_amp_plus.history import History
 from lightning_amp_plus.integration.averaging import gate_averaging
 from lightning_amp_plus.integration.instance_hooks import InstanceHooks
 from lightning_amp_plus.integration.items import ItemCounts
 from lightning_amp_plus.integration.schedulers import gate_schedulers
+from lightning_amp_plus.integration.sharding import (
+    check_fsdp2_units,
+    defer_gradient_sync,
+    fsdp2_units,
+    grad_norm_of,
+    unsharded_gradient_bytes,
+)
 from lightning_amp_plus.integration.strategies import consensus_of, device_type, refuse_strategy
 from lightning_amp_plus.integration.throughput import correct_throughput_monitors
+from lightning_amp_plus.matching import compute_of
 from lightning_amp_plus.policy import PrecisionPolicy, Rule, StorageFormat
 from lightning_amp_plus.routing import RoutePlan, plan
-from lightning_amp_plus.scaling.grad_norm import GradNorm
 from lightning_amp_plus.scaling.loss_scale import LossScale
 from lightning_amp_plus.scaling.master_weights import MasterWeights
-from lightning_amp_plus.scaling.scaler import LossScaler
+from lightning_amp_plus.scaling.scaler import LossScaler, make_scaler
 from lightning_amp_plus.step import StepSequence, Window
 from lightning_amp_plus.step_report import StepReport
 
 CHECKPOINT_KEY = "lightning_amp_plus"
 SCHEMA_VERSION = 1
-
-_DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class AmpPrecision(FSDPPrecision):
@@ -55,7 +61,8 @@ class AmpPrecision(FSDPPrecision):
         policy: What computes in which format: a :class:`PrecisionPolicy` or one of the strings ``32-true``,
             ``16-mixed``, ``bf16-mixed``, ``16-true``, ``bf16-true``.
         loss_scale: ``"auto"``: dynamic where the policy computes in FP16, none otherwise. A :class:`LossScale`
-            configures the dynamic one, a number is a static scale, ``None`` is none (with a warning in FP16).
+            configures the dynamic one, a number is a static scale, ``None`` is none (with a warning in FP16), and a
+            ``torch.amp.GradScaler`` (or torch's ShardedGradScaler) lends its present scale and factors.
         check_finite: Skip windows with non-finite gradients also where there is no loss scale. One device-to-host
             transfer a step (none with a fused optimizer); ``False`` gives exactly what stock Lightning does.
         max_consecutive_skips: Number of skipped windows in a row at which the run stops with a :class:`SkipLimitError`.
@@ -63,7 +70,10 @@ class AmpPrecision(FSDPPrecision):
         advance_scheduler_on_skip: Let per-step schedulers advance on skipped windows too, as stock Lightning does.
         partial_window: How the last, shorter accumulation window of an epoch is weighted: ``"lightning"`` divides by
             ``accumulate_grad_batches`` all the same, ``"mean"`` by the window's own size.
-        process_group: Ranks that take the verdict together; by default all.
+        process_group: Ranks that take the verdict together: a process group or a DeviceMesh; by default all.
+        sync_each_microbatch: ``False`` makes FSDP2 reduce gradients once a window instead of once a micro-batch. That
+            saves communication and holds the whole unsharded gradient on every rank until the window closes.
+        check_ranks_every: Number of windows after which ranks compare scale and counters, to stop a run that has split.
 
     Raises:
         ValueError: If the policy string is unknown or arguments contradict each other.
@@ -77,12 +87,14 @@ class AmpPrecision(FSDPPrecision):
         self,
         policy: PrecisionPolicy | str,
         *,
-        loss_scale: LossScale | float | Literal["auto"] | None = "auto",
+        loss_scale: LossScale | float | torch.amp.GradScaler | Literal["auto"] | None = "auto",
         check_finite: bool = True,
         max_consecutive_skips: int | None = None,
         advance_scheduler_on_skip: bool = False,
         partial_window: Literal["lightning", "mean"] = "lightning",
         process_group: Any = None,
+        sync_each_microbatch: bool = True,
+        check_ranks_every: int | None = None,
     ) -> None:
         # FSDPPrecision's constructor is not run: it would make a scaler of its own and knows five strings only.
         if not isinstance(policy, PrecisionPolicy):
@@ -95,7 +107,7 @@ class AmpPrecision(FSDPPrecision):
             )
         if partial_window not in ("lightning", "mean"):
             raise ValueError(f"partial_window={partial_window!r}: expected 'lightning' or 'mean'.")
-        scaler = _make_scaler(policy, loss_scale)
+        scaler = make_scaler(loss_scale, fp16=policy.base_compute == "fp16", warn=_warn)
         if scaler is not None and not check_finite:
             raise ValueError(
                 "check_finite=False together with a loss scale: the scale is steered by that check. Leave check_finite "
@@ -110,15 +122,20 @@ class AmpPrecision(FSDPPrecision):
             or max_consecutive_skips < 1
         ):
             raise ValueError(f"max_consecutive_skips={max_consecutive_skips!r}: expected a whole number of at least 1.")
+        if check_ranks_every is not None and (isinstance(check_ranks_every, bool) or check_ranks_every < 1):
+            raise ValueError(
+                f"check_ranks_every={check_ranks_every!r}: expected None or a number of windows, at least 1."
+            )
         self.policy = policy
         self.precision = policy.lightning_precision
         self.check_finite = check_finite
         self.advance_scheduler_on_skip = advance_scheduler_on_skip
         self.partial_window = partial_window
         self.process_group = process_group
+        self.sync_each_microbatch = sync_each_microbatch
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.plan: RoutePlan | None = None
-        self._sequence = StepSequence(scaler, check_finite, max_consecutive_skips, warn=_warn)
+        self._sequence = StepSequence(scaler, check_finite, max_consecutive_skips, _warn, check_ranks_every)
         self._masters = MasterWeights() if policy.master_weights else None
         self._moves: tuple[Rule, ...] = ()
         self._forget_run()
@@ -195,12 +212,12 @@ class AmpPrecision(FSDPPrecision):
 
     @property
     def _compute_dtype(self) -> torch.dtype:
-        return _DTYPES[self.policy.base_compute]
+        return DTYPES[self.policy.base_compute]
 
     @property
     def _storage_dtype(self) -> torch.dtype | None:
         """Default dtype of new tensors where the model is stored in 16 bits, else ``None``."""
-        return _DTYPES[self.policy.params] if self.policy.is_true else None
+        return DTYPES[self.policy.params] if self.policy.is_true else None
 
     @override
     def convert_module(self, module: Module) -> Module:
@@ -217,10 +234,37 @@ class AmpPrecision(FSDPPrecision):
     def _apply_plan(self, module: Module, moves: tuple[Rule, ...]) -> None:
         policy = replace(self.policy, rules=(*self.policy.rules, *moves))
         new = plan(module, policy, hardware=self.device)
-        if self._masters is not None:
+        sharded = fsdp2_units(module) or self._strategy_is_fsdp1(module)
+        if self._masters is not None and not sharded:
             self._masters.capture(module.parameters())
-        new.apply(module)
+        for warning in check_fsdp2_units(module, new):
+            _warn(warning)
+        # FSDP keeps FP32 shards and computes with 16-bit copies by itself: those shards are the master weights.
+        new.apply(module, storage=not (sharded and self.policy.master_weights))
         self.plan = new
+
+    @staticmethod
+    def _strategy_is_fsdp1(module: Module) -> bool:
+        trainer = getattr(module, "_trainer", None)
+        return trainer is not None and isinstance(trainer.strategy, FSDPStrategy)
+
+    def fsdp2_policy(self, module: Module, name: str | None = None) -> Any:
+        """The ``mp_policy`` for ``fully_shard(module, mp_policy=...)``, as this plugin's policy wants it.
+
+        Args:
+            module: What is to become a unit.
+            name: Its qualified name in the LightningModule. Without it only ``type:`` rules can meet it.
+
+        Returns:
+            A ``torch.distributed.fsdp.MixedPrecisionPolicy``: 16-bit copies for computing, the policy's ``reduce``
+            format for communication, inputs left to autocast.
+        """
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        compute = compute_of(module, name, self.policy)
+        return MixedPrecisionPolicy(
+            param_dtype=DTYPES[compute], reduce_dtype=DTYPES[self.policy.reduce], cast_forward_inputs=False
+        )
 
     def _refuse_half_parameters(self, module: Module) -> None:
         """A trainable FP16 parameter under autocast gets FP16 gradients; unscaling those loses digits."""
@@ -291,13 +335,17 @@ class AmpPrecision(FSDPPrecision):
     @property
     @override
     def mixed_precision_config(self) -> Any:
-        """FSDP1's dtypes, all concrete: parameters in the compute format, reduction and buffers as the policy says."""
+        """FSDP1's dtypes, all concrete and each from its own field of the policy.
+
+        With FP32 parameters autocast makes the 16-bit copies, and gradients of inner micro-batches add up in FP32; with
+        ``params="bf16", master_weights=True`` FSDP makes them, gathers in 16 bits, and its FP32 shards are the masters.
+        """
         from torch.distributed.fsdp import MixedPrecision as FsdpMixedPrecision
 
         return FsdpMixedPrecision(
-            param_dtype=self._compute_dtype,
-            reduce_dtype=_DTYPES[self.policy.reduce],
-            buffer_dtype=_DTYPES[self.policy.buffers or self.policy.params],
+            param_dtype=DTYPES[self.policy.params],
+            reduce_dtype=DTYPES[self.policy.reduce],
+            buffer_dtype=DTYPES[self.policy.buffers or self.policy.params],
         )
 
     # ---------------------------------------------------------------- binding to a run
@@ -312,25 +360,31 @@ class AmpPrecision(FSDPPrecision):
         if not isinstance(module, pl.LightningModule) or trainer is None:
             return model, optimizers, lr_schedulers
         self._hooks.undo()
+        correct_throughput_monitors(trainer, self._compute_dtype)
         if trainer.state.fn != TrainerFn.FITTING:
             return model, optimizers, lr_schedulers
         for optimizer in optimizers:
             self._refuse_lbfgs(optimizer)
-        if self._masters is not None:
-            self._masters.attach(module.parameters())
+            _warn_of_idle_sgd(optimizer)
+        sharded = bool(fsdp2_units(model)) or self._strategy_is_fsdp1(module)
+        masters = None if sharded else self._masters
+        if masters is not None:
+            masters.attach(module.parameters())
             for optimizer in optimizers:
-                self._masters.attach_optimizer(optimizer)
+                masters.attach_optimizer(optimizer)
         self._items.clear()
+        consensus = consensus_of(trainer.strategy, self.process_group)
         self._sequence.begin_fit(
             optimizers,
             module.named_parameters,
             manual=not module.automatic_optimization,
-            consensus=consensus_of(trainer.strategy, self.process_group),
-            grad_norm=GradNorm(),
-            masters=self._masters,
+            consensus=consensus,
+            grad_norm=grad_norm_of(model, consensus, self.process_group is not None),
+            masters=masters,
             settle_every=max(1, trainer.log_every_n_steps or 50),
+            device=trainer.strategy.root_device,
+            before_backward=None if self.sync_each_microbatch else self._deferral(model, trainer),
         )
-        correct_throughput_monitors(trainer, self._compute_dtype)
         averaging = gate_averaging(trainer.callbacks, self._was_skipped, self._hooks)
         scheduling = False
         if module.automatic_optimization:
@@ -339,6 +393,25 @@ class AmpPrecision(FSDPPrecision):
                 lr_schedulers, scheduling = gate_schedulers(lr_schedulers, self._was_skipped)
         self._verdict_awaited = averaging or scheduling
         return model, optimizers, lr_schedulers
+
+    def _deferral(self, model: Module, trainer: pl.Trainer) -> Callable[[], None]:
+        def closing() -> bool:
+            return trainer.is_last_batch or (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+        deferral = defer_gradient_sync(model, closing)
+        module = self._module
+        if deferral is None or not isinstance(module, pl.LightningModule) or not module.automatic_optimization:
+            found = "manual optimization" if deferral is not None else "no module with fully_shard"
+            raise ValueError(
+                "AmpPrecision(sync_each_microbatch=False) defers FSDP2's gradient reduction in automatic optimization; "
+                f"this run has {found}. Leave it out: DDP and FSDP1 reduce once a window anyway, and in manual "
+                "optimization you call set_requires_gradient_sync() yourself."
+            )
+        held = unsharded_gradient_bytes(model) / 2**20
+        note = f"sync_each_microbatch=False holds {held:,.1f} MiB of unsharded gradients a rank until a window closes."
+        if self.plan is not None:
+            self.plan = replace(self.plan, notes=(*self.plan.notes, note))
+        return deferral
 
     def _was_skipped(self) -> bool:
         report = self._sequence.journal.last_report
@@ -367,7 +440,7 @@ class AmpPrecision(FSDPPrecision):
     @override
     def teardown(self) -> None:
         """Counts what is still on the device and takes back what was wrapped."""
-        self._sequence.journal.settle()
+        self._sequence.end_fit()
         self._hooks.undo()
 
     # ---------------------------------------------------------------- the window
@@ -383,7 +456,7 @@ class AmpPrecision(FSDPPrecision):
     ) -> None:
         """Runs backward, outside autocast also in manual optimization; an exception discards the open window."""
         try:
-            with self._outside_autocast(model):
+            with self._sequence.backward(), self._outside_autocast(model):
                 Precision.backward(self, tensor, model, optimizer, *args, **kwargs)
         except BaseException:
             self._discard_window()
@@ -562,6 +635,7 @@ class AmpPrecision(FSDPPrecision):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Moves our state from the key made of the class's name to the fixed one, which outlives renaming."""
+        self._sequence.compare_ranks("at the save of a checkpoint, which is refused")
         checkpoint[CHECKPOINT_KEY] = checkpoint.pop(type(self).__qualname__, None) or self.state_dict()
 
     @override
@@ -596,28 +670,17 @@ class AmpPrecision(FSDPPrecision):
         return f"{type(self).__name__}({self.precision!r}{rules}, loss scale: {scale})"
 
 
-def _make_scaler(policy: PrecisionPolicy, loss_scale: Any) -> LossScaler | None:
-    fp16 = policy.base_compute == "fp16"
-    if loss_scale == "auto":
-        return LossScaler(LossScale(), "cpu") if fp16 else None
-    if loss_scale is None:
-        if fp16:
-            _warn(
-                "loss_scale=None with FP16: gradients below 6e-8 become zero without a word. Leave loss_scale at "
-                "'auto', or use "
-                "bf16-mixed, which needs no scale."
-            )
-        return None
-    if isinstance(loss_scale, LossScale):
-        return LossScaler(loss_scale, "cpu")
-    if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
-        raise ValueError(
-            f"loss_scale={loss_scale!r}: expected 'auto', None, a LossScale, or a number for a static scale."
+def _warn_of_idle_sgd(optimizer: Optimizer) -> None:
+    """Torch 2.13's fused SGD leaves 16-bit parameters on CPU where they are, without a word (16 elements and more)."""
+    if type(optimizer) is torch.optim.SGD and any(
+        group.get("fused") and p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ):
+        _warn(
+            "SGD(fused=True) does not move 16-bit parameters on CPU (torch 2.13). Use fused=False, or a policy with "
+            "master_weights=True, whose optimizer works on FP32."
         )
-    value = float(loss_scale)
-    if not math.isfinite(value) or not 2.0**-126 <= value <= 2.0**126:
-        raise ValueError(f"loss_scale={loss_scale!r}: a static scale must be a finite number above 0.")
-    return LossScaler(LossScale(init=value, min=min(value, 2.0**-14), max=max(value, 2.0**24)), "cpu", dynamic=False)
 
 
 @contextmanager

@@ -72,12 +72,14 @@ class RoutePlan:
         device_type: Device that the operations were probed on and autocast is meant for.
         routes: One for every qualified module name, aliases of shared modules included.
         kept_buffers: Qualified names of buffers that keep their format because a rule names them.
+        notes: What else the run's owner should know, a sentence each; printed below the routes.
     """
 
     policy: PrecisionPolicy
     device_type: str
     routes: tuple[Route, ...]
     kept_buffers: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     _index: dict[str, Route] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -89,9 +91,9 @@ class RoutePlan:
             raise KeyError(f"The plan has no module {name!r}. It has {_some(list(self._index))}.")
         return self._index[cleaned]
 
-    def apply(self, model: nn.Module) -> None:
+    def apply(self, model: nn.Module, storage: bool = True) -> None:
         """Installs the routes in a model; see `apply`."""
-        apply(self, model)
+        apply(self, model, storage)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan in plain types."""
@@ -100,6 +102,7 @@ class RoutePlan:
             "device_type": self.device_type,
             "routes": [asdict(route) for route in self.routes],
             "kept_buffers": list(self.kept_buffers),
+            "notes": list(self.notes),
         }
 
     @classmethod
@@ -109,13 +112,14 @@ class RoutePlan:
         Raises:
             ValueError: If keys are missing or unknown, naming them.
         """
-        _exactly("A plan", values, {"policy", "device_type", "routes", "kept_buffers"})
+        _exactly("A plan", values, {"policy", "device_type", "routes", "kept_buffers", "notes"})
         names = {item.name for item in fields(Route)}
         for index, route in enumerate(values["routes"]):
             _exactly(f"Route {index} of a plan", route, names)
         routes = tuple(Route(**route) for route in values["routes"])
         policy = PrecisionPolicy.from_dict(values["policy"])
-        return cls(policy, values["device_type"], routes, tuple(values["kept_buffers"]))
+        kept_buffers, notes = tuple(values["kept_buffers"]), tuple(values["notes"])
+        return cls(policy, values["device_type"], routes, kept_buffers, notes)
 
     def to_json(self) -> str:
         """The plan as JSON."""
@@ -139,7 +143,7 @@ class RoutePlan:
         rows = [_COLUMNS, *(_row(route) for route in self.routes)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *self.notes])
 
     def __rich__(self) -> "Table":
         from rich.table import Table
@@ -150,6 +154,7 @@ class RoutePlan:
             table.add_column(column, overflow="fold", no_wrap=column not in ("module", "rule", "reason"))
         for route in self.routes:
             table.add_row(*map(Text, _row(route)))
+        table.caption = "\n".join(self.notes) or None
         return table
 
 
@@ -183,8 +188,13 @@ def plan(model: nn.Module, policy: PrecisionPolicy, hardware: str | torch.device
     return RoutePlan(policy, device_type, routes, kept_buffers)
 
 
-def apply(plan: RoutePlan, model: nn.Module) -> None:
+def apply(plan: RoutePlan, model: nn.Module, storage: bool = True) -> None:
     """Installs a plan's routes in the model it was made for, taking out earlier ones, and converts its storage.
+
+    Args:
+        plan: What `plan` decided for this model.
+        model: Changed in place.
+        storage: `False` leaves parameters and buffers as they are stored: the strategy casts them for computing.
 
     Raises:
         ValueError: If the model does not have the plan's modules. Nothing is changed then.
@@ -194,7 +204,8 @@ def apply(plan: RoutePlan, model: nn.Module) -> None:
     _check_same_modules(plan, names)
     routed = _routed_modules(names, {route.name: route.compute for route in plan.routes}, plan.policy)
     undo(model)
-    convert_storage(model, plan)
+    if storage:
+        convert_storage(model, plan)
     for module, compute in routed:
         route_module(module, _module_route(module, compute, plan))
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from lightning_amp_plus.journal import Journal
 from lightning_amp_plus.ledger import Ledger, OpenWindow
 from lightning_amp_plus.scaling.clipping import clip_by_norm, clip_by_value
 from lightning_amp_plus.scaling.consensus import Consensus
-from lightning_amp_plus.scaling.grad_norm import GradNorm
+from lightning_amp_plus.scaling.grad_norm import GradNorm, ShardedGradNorm
 from lightning_amp_plus.scaling.gradients import (
     dense_gradients,
     multiply,
@@ -30,6 +31,7 @@ from lightning_amp_plus.scaling.gradients import (
     unscale_and_check,
 )
 from lightning_amp_plus.scaling.master_weights import MasterWeights
+from lightning_amp_plus.scaling.partial import settle_partial
 from lightning_amp_plus.scaling.scaler import LossScaler
 from lightning_amp_plus.step_report import StepReport, Values, Verdictless
 
@@ -62,6 +64,7 @@ class StepSequence:
         check_finite: Whether windows with non-finite gradients are skipped where there is no scale.
         max_consecutive_skips: Number of skips in a row at which the run is stopped.
         warn: Called with a message for the user.
+        check_ranks_every: Number of windows after which ranks compare what steers the run; ``None`` for never.
     """
 
     def __init__(
@@ -70,18 +73,30 @@ class StepSequence:
         check_finite: bool,
         max_consecutive_skips: int,
         warn: Callable[[str], None] = warnings.warn,
+        check_ranks_every: int | None = None,
     ) -> None:
         self.scaler = scaler
         self.check_finite = check_finite
+        self.check_ranks_every = check_ranks_every
+        self._end_watch: Callable[[], None] = _nothing
         self.journal = Journal(scaler is not None, max_consecutive_skips, warn)
         self._unbind()
 
+    def end_fit(self) -> None:
+        """Counts what is still on the device and takes the hooks off the parameters; reports stay readable."""
+        self.journal.settle()
+        self._end_watch()
+        self._end_watch = _nothing
+
     def _unbind(self) -> None:
+        self._end_watch = _nothing
         self.ledger = Ledger()
-        self.consensus: Consensus = Consensus()
+        self.journal.consensus = self.consensus = Consensus()
         self.grad_norm = GradNorm()
         self.masters: MasterWeights | None = None
         self._ones: dict[torch.device, Tensor] = {}
+        self._before_backward: Callable[[], None] | None = None
+        self._looked_at: set[int] = set()
         if self.scaler is not None:
             self.scaler.unscaler = self.unscale
 
@@ -95,6 +110,8 @@ class StepSequence:
         grad_norm: GradNorm,
         masters: MasterWeights | None,
         settle_every: int,
+        device: torch.device,
+        before_backward: Callable[[], None] | None = None,
     ) -> None:
         """Binds the sequence to a run, with an empty window: gradients left by an earlier one are dropped.
 
@@ -106,15 +123,21 @@ class StepSequence:
             grad_norm: How the global norm is taken.
             masters: FP32 copies of low-precision parameters, if any.
             settle_every: Number of windows after which verdicts known to the device only are moved to the host.
+            device: Where ranks exchange what they compare.
+            before_backward: Called before each backward, where the strategy has to be told that one follows.
         """
-        self.journal.settle()
+        self.end_fit()
         self._unbind()
         self.ledger = Ledger(optimizers, manual)
+        if manual and self.scaler is not None:
+            self._end_watch = self.ledger.watch_backwards()
         self.journal.named_parameters = named_parameters
         self.journal.settle_every = settle_every
-        self.consensus = consensus
+        self.journal.consensus = self.consensus = consensus
         self.grad_norm = grad_norm
         self.masters = masters
+        self.journal.device = device
+        self._before_backward = before_backward
         for optimizer in optimizers:
             for parameter in parameters_with_gradients(optimizer):
                 parameter.grad = None
@@ -130,12 +153,24 @@ class StepSequence:
             if gradients and self.scaler is not None:
                 multiply(gradients, self.scaler.scale_on(gradients[0].device))
             self.ledger.window_of(optimizer).unscaled = False
+        if self._before_backward is not None:
+            self._before_backward()
         self.ledger.record_backward(loss if self.check_finite else None)
         if self.scaler is None:
             return loss
         scaled = self.scaler.scale(loss)
         assert isinstance(scaled, Tensor)
         return scaled
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Surrounds each backward of a loss that went through :meth:`scale_loss`; any other is noticed as foreign."""
+        ledger = self.ledger
+        ledger.in_backward = True
+        try:
+            yield
+        finally:
+            ledger.in_backward = False
 
     def unscale(self, optimizer: Optimizer, window: Window | None = None) -> None:
         """Unscales and checks the optimizer's gradients in place. At most once a window, whoever asks first."""
@@ -148,14 +183,16 @@ class StepSequence:
         parameters = parameters_with_gradients(optimizer)
         if not parameters:
             return
+        if self.grad_norm.sharded:
+            settle_partial(parameters)
         fresh = [p for p in parameters if self.ledger.is_fresh(p)] if self.ledger.manual else parameters
-        if fresh:
-            gradients = dense_gradients(fresh)
+        gradients = dense_gradients(fresh)
+        if gradients:
             _add_verdict(state, unscale_and_check(gradients, self._factor(gradients[0].device, window)))
-        if len(fresh) < len(parameters):
-            # Unscaled by an earlier step: a second step on the same backward, or parameters shared with another
-            # optimizer.
-            consumed = dense_gradients(p for p in parameters if not self.ledger.is_fresh(p))
+        # Unscaled by an earlier step: a second step on the same backward, or parameters shared with another optimizer.
+        others = [p for p in parameters if not self.ledger.is_fresh(p)] if len(fresh) < len(parameters) else []
+        consumed = dense_gradients(others)
+        if consumed:
             _add_verdict(state, unscale_and_check(consumed, self._one(consumed[0].device)))
 
     def _factor(self, device: torch.device, window: Window | None) -> Tensor:
@@ -181,15 +218,23 @@ class StepSequence:
         scale.
         """
         state = self.ledger.window_of(optimizer)
-        gradients = dense_gradients(parameters_with_gradients(optimizer))
-        if not gradients:
+        parameters = parameters_with_gradients(optimizer)
+        gradients = dense_gradients(parameters)
+        if not gradients and not self.grad_norm.sharded:
             return
-        device = gradients[0].device
+        device = gradients[0].device if gradients else self._device(optimizer)
         still_scaled = None if state.unscaled or self.scaler is None else self.scaler.scale_on(device)
-        if algorithm == "value" and not state.unscaled:
+        if algorithm == "value" and not state.unscaled and gradients:
             # Clamping turns inf into the threshold and would hide it from the check at the window's end.
             _add_verdict(state, unscale_and_check(gradients, self._one(device)))
-        norm = self._measure(optimizer, state, gradients)
+        if self.scaler is None and not self.check_finite and not self.grad_norm.sharded:
+            # Nothing is checked and nothing scaled: the very calls of stock Lightning, to the bit.
+            if algorithm == "norm":
+                state.norm, state.norm_at = torch.nn.utils.clip_grad_norm_(parameters, value), self.ledger.backwards
+            else:
+                torch.nn.utils.clip_grad_value_(parameters, value)
+            return
+        norm = self._measure(optimizer, state, parameters)
         if algorithm == "value":
             clip_by_value(gradients, value, still_scaled)
             return
@@ -200,11 +245,18 @@ class StepSequence:
             norm = state.norm if state.norm is not None else norm
         clip_by_norm(gradients, norm, value, state.known_norm)
 
-    def _measure(self, optimizer: Optimizer, state: OpenWindow, gradients: list[Tensor]) -> Tensor:
-        # Where the host reads the verdict it sees whether FP32 overflowed and measures again; elsewhere FP64 is used at
-        # once.
-        looked_at = state.unscaled and _needs_verdict(optimizer)
-        norm = self.grad_norm.total(gradients, torch.float32 if looked_at else torch.float64)
+    def _measure(self, optimizer: Optimizer, state: OpenWindow, parameters: list[Tensor]) -> Tensor:
+        if (
+            self.grad_norm.sharded
+            and state.unscaled
+            and state.norm is not None
+            and state.norm_at == self.ledger.backwards
+        ):
+            return state.norm  # it came with the verdict
+        norm = self.grad_norm.total(parameters)
+        if not (self.grad_norm.sharded or (state.unscaled and _needs_verdict(optimizer))):
+            # Nobody on the host will see whether the squares overflowed FP32, so the sum in FP64 is taken along.
+            norm = torch.where(torch.isinf(norm), self.grad_norm.total(parameters, torch.float64).to(norm.dtype), norm)
         if self.scaler is not None and not state.unscaled:
             norm = norm * self.scaler.inverse_on(norm.device)
         state.norm, state.norm_at = norm, self.ledger.backwards
@@ -245,8 +297,10 @@ class StepSequence:
         window = close()
         parameters = parameters_with_gradients(optimizer)
         has_backward = self.ledger.has_backward(optimizer)
-        if not has_backward and parameters and self.ledger.manual:
-            self._refuse_raw_backward(parameters)
+        self._refuse_hidden_gradients(optimizer)
+        raw = self._raw_backward(optimizer, parameters, has_backward) if self.ledger.manual else None
+        if raw is not None and self.consensus.world_size == 1:
+            raise RuntimeError(raw)
         nothing: Verdictless | None = None
         if not has_backward and (not parameters or not self.ledger.manual):
             nothing = "skipped_no_backward"
@@ -259,7 +313,11 @@ class StepSequence:
         try:
             self.unscale(optimizer, window)
             state = self.ledger.window_of(optimizer)
+            if raw is not None:  # the others wait for this rank's verdict; they get one that makes them skip
+                _add_verdict(state, torch.ones((), device=self._device(optimizer)))
             self._agree(optimizer, state, window)
+            if raw is not None:
+                raise RuntimeError(raw)
             hooks()
             return self._step_or_skip(optimizer, window, state, step, result, host_verdict, nothing)
         finally:
@@ -301,9 +359,9 @@ class StepSequence:
                 total = self.consensus.agree(_scalar(window.num_items, self._device(optimizer)).reshape(1))
                 multiply(gradients, self.consensus.world_size / total[0])
             state = self.ledger.window_of(optimizer)
-            state.unscaled, state.overflowed = True, False  # nothing to unscale and nobody to ask: clipping just clips
+            state.unscaled, state.overflowed = True, False  # nothing to unscale and nobody to ask
             if self.journal.wants_grad_norm(window):
-                self._measure(optimizer, state, gradients)
+                self._measure(optimizer, state, parameters_with_gradients(optimizer))
             hooks()
             return result
 
@@ -330,17 +388,34 @@ class StepSequence:
         self._agree(optimizer, self.ledger.window_of(optimizer), window)
         return result
 
-    def _refuse_raw_backward(self, parameters: list[Tensor]) -> None:
-        if self.scaler is None or not any(self.ledger.is_fresh(p) for p in parameters):
+    def _refuse_hidden_gradients(self, optimizer: Optimizer) -> None:
+        """Raises if gradients are kept elsewhere than in ``.grad``, where nobody would unscale, check or clip them."""
+        if id(optimizer) in self._looked_at:
             return
+        self._looked_at.add(id(optimizer))
+        hidden = [p for g in optimizer.param_groups for p in g["params"] if getattr(p, "main_grad", None) is not None]
+        if hidden:
+            names = {id(p): name for name, p in self.journal.named_parameters()}
+            raise RuntimeError(
+                f"Parameter {names.get(id(hidden[0]), 'of this optimizer')!r} accumulates its gradient in .main_grad "
+                "(fused "
+                f"weight-gradient accumulation; {len(hidden)} do), which leaves .grad empty: it would be neither "
+                "unscaled nor "
+                "checked nor clipped. Turn gradient_accumulation_fusion / fuse_wgrad_accumulation off."
+            )
+
+    def _raw_backward(self, optimizer: Optimizer, parameters: list[Tensor], has_backward: bool) -> str | None:
+        """What to say if gradients came from a backward that did not go through the plugin while a scale is in use."""
+        unseen = not has_backward and any(self.ledger.is_fresh(p) for p in parameters)
+        if self.scaler is None or not (unseen or self.ledger.has_foreign_gradient(optimizer)):
+            return None
         names = {id(p): name for name, p in self.journal.named_parameters()}
         name = next(
             (repr(names[id(p)]) for p in parameters if id(p) in names and self.ledger.is_fresh(p)), "of this optimizer"
         )
-        raise RuntimeError(
-            f"The gradient of parameter {name} was not made from a scaled loss: no backward went through the plugin "
-            "since the "
-            f"last step, but the gradient changed. With a loss scale in use (S = {self.scaler.get_scale():g}) call "
+        return (
+            f"The gradient of parameter {name} was not made from a scaled loss: a backward past the plugin changed it "
+            f"since the last step. With a loss scale in use (S = {self.scaler.get_scale():g}) call "
             "self.manual_backward(loss) instead of loss.backward(). No weight was changed."
         )
 
@@ -349,16 +424,26 @@ class StepSequence:
         if self.consensus.world_size == 1:
             return
         device = self._device(optimizer) if state.found_inf is None else state.found_inf.device
-        found = torch.zeros((), device=device) if state.found_inf is None else state.found_inf
-        terms = [found, self.ledger.forward_overflow(optimizer, device)]
-        if window.num_items is not None:
-            terms.append(_scalar(window.num_items, device))
-        state.terms = self.consensus.agree(torch.stack(terms))
-        state.found_inf = state.terms[0].clamp(max=1.0)
-        if window.num_items is not None:
+        state.found_here = torch.zeros((), device=device) if state.found_inf is None else state.found_inf
+        parameters = parameters_with_gradients(optimizer)
+        items = window.num_items
+        terms = [
+            state.found_here,
+            self.ledger.forward_overflow(optimizer, device),
+            _scalar(0.0 if items is None else items, device),
+        ]
+        if isinstance(self.grad_norm, ShardedGradNorm):
+            terms.append(self.grad_norm.square_sum(parameters, device))
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        state.terms = self.consensus.agree(torch.stack([term.to(wide) for term in terms]))
+        state.found_inf = state.terms[0].clamp(max=1.0).float()
+        weight: float | Tensor = 1.0
+        if items is not None:
             # The strategy averages over ranks, so the sum over all ranks is world_size times what is in the buffers.
-            gradients = dense_gradients(parameters_with_gradients(optimizer))
-            multiply(gradients, self.consensus.world_size / state.terms[2])
+            weight = self.consensus.world_size / state.terms[2]
+            multiply(dense_gradients(parameters), weight)
+        if self.grad_norm.sharded:
+            state.norm, state.norm_at = state.terms[3].sqrt() * weight, self.ledger.backwards
 
     def _device(self, optimizer: Optimizer) -> torch.device:
         losses = self.ledger.losses_of(optimizer)
@@ -380,8 +465,8 @@ class StepSequence:
                 state.overflowed, state.known_norm = bool(overflowed), known
                 if not state.overflowed and known == float("inf"):
                     # Finite gradients whose squares are not (1e25): the sum fits FP64.
-                    gradients = dense_gradients(parameters_with_gradients(optimizer))
-                    state.norm, state.known_norm = self.grad_norm.total(gradients, torch.float64), None
+                    state.norm = self.grad_norm.total(parameters_with_gradients(optimizer), torch.float64)
+                    state.known_norm = None
         return state.overflowed
 
     def _step_or_skip(
@@ -396,7 +481,7 @@ class StepSequence:
     ) -> Any:
         parameters = parameters_with_gradients(optimizer)
         if state.norm_at != self.ledger.backwards and self.journal.wants_grad_norm(window):
-            self._measure(optimizer, state, dense_gradients(parameters))
+            self._measure(optimizer, state, parameters)
         on_host = _needs_verdict(optimizer)
         if on_host:
             if not self._read_verdict(optimizer, state) and parameters:
@@ -430,6 +515,7 @@ class StepSequence:
             found_inf=verdict,
             forward_overflow=None if state.terms is None else state.terms[1],
             losses=() if state.terms is not None else self.ledger.losses_of(optimizer),
+            found_here=state.found_here,
         )
         if verdict is True:
             values.grad_norm = state.known_norm if measured and state.known_norm is not None else float("inf")
@@ -439,7 +525,7 @@ class StepSequence:
             values.late_norm = self._late_norm(optimizer)
         if self.scaler is None:
             return values
-        scaler = self.scaler
+        scaler, values.scaled = self.scaler, True
         device = self._device(optimizer) if found is None else found.device
         lowers = verdict
         if verdict is not False and not scaler.config.backoff_on_forward_overflow:
@@ -463,10 +549,15 @@ class StepSequence:
             return Values()
         known = self.scaler.host_scale()
         scale = self.scaler.scale_on(torch.device("cpu")) if known is None else known
-        return Values(scale=scale, next_scale=scale)
+        return Values(scale=scale, next_scale=scale, scaled=True)
 
-    def _late_norm(self, optimizer: Optimizer) -> Callable[[], Tensor | None]:
-        """Measures the norm when a report's reader asks, as long as the gradients are still those of its window."""
+    def _late_norm(self, optimizer: Optimizer) -> Callable[[], Tensor | None] | None:
+        """Measures the norm when a report's reader asks, as long as the gradients are still those of its window.
+
+        Not where ranks would have to measure together: the reader may be on one rank only. There the verdict brings it.
+        """
+        if self.grad_norm.sharded:
+            return None
 
         def stamp(windows: int) -> tuple[Any, ...]:
             first = next(
@@ -481,7 +572,7 @@ class StepSequence:
             now = stamp(self.journal.windows)
             if now != at or now[-1] is None:
                 return None
-            return self.grad_norm.total(dense_gradients(parameters_with_gradients(optimizer)), torch.float64)
+            return self.grad_norm.total(parameters_with_gradients(optimizer), torch.float64)
 
         return measure
 
@@ -489,6 +580,18 @@ class StepSequence:
         self.ledger.close(optimizer)
         index = next((i for i, other in enumerate(self.ledger.optimizers) if other is optimizer), 0)
         self.journal.take(StepReport(window.index, self.journal.windows, index, values, nothing))
+        if self.check_ranks_every and self.journal.windows % self.check_ranks_every == 0:
+            self.compare_ranks(f"after window {self.journal.windows - 1}")
+
+    def compare_ranks(self, when: str) -> None:
+        """Raises on every rank if ranks differ in what steers the run. Every rank has to call it.
+
+        Raises:
+            RuntimeError: Naming the rank, the field and both values.
+        """
+        if self.consensus.world_size > 1:
+            state = (1.0, 0.0, 0.0) if self.scaler is None else self.scaler.digest()
+            self.journal.compare_ranks((self.journal.windows, self.journal.settle().applied, *state), when)
 
     # ---------------------------------------------------------------- state
 
@@ -511,11 +614,16 @@ class StepSequence:
 
     def __getstate__(self) -> dict[str, Any]:
         """Scaler, counts and settings travel; what belongs to a run or to a process does not."""
-        return {"scaler": self.scaler, "check_finite": self.check_finite, "journal": self.journal}
+        kept = ("scaler", "check_finite", "check_ranks_every", "journal")
+        return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._unbind()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _add_verdict(state: OpenWindow, found_inf: Tensor) -> None:

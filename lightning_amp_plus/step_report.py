@@ -23,12 +23,14 @@ class Values:
     """The values behind a report, each a tensor on the device until it is resolved."""
 
     found_inf: bool | Tensor = False
+    scaled: bool = False
     forward_overflow: bool | Tensor | None = None
     losses: tuple[Tensor, ...] = ()
     scale: float | Tensor = 1.0
     next_scale: float | Tensor = 1.0
     grad_norm: float | Tensor | None = None
     late_norm: Callable[[], Tensor | None] | None = None
+    found_here: Tensor | None = None
     ranks: tuple[int, ...] | None = None
 
 
@@ -78,7 +80,7 @@ class StepReport:
         values = self.values
         if values.grad_norm is None and values.late_norm is not None:
             values.grad_norm, values.late_norm = values.late_norm(), None
-        resolve([self])
+        resolve([self], everything=True)
         return None if values.grad_norm is None else float(values.grad_norm)
 
     @property
@@ -86,15 +88,21 @@ class StepReport:
         """``forward`` if the loss itself was not finite, ``backward`` if only gradients were, else ``None``."""
         if self.outcome != "skipped_overflow":
             return None
-        resolve([self], origin=True)
+        resolve([self], everything=True)
         return "forward" if self.values.forward_overflow else "backward"
 
     @property
     def overflow_ranks(self) -> tuple[int, ...]:
-        """Ranks on which the overflow was found; empty without overflow."""
+        """Ranks on which the overflow was found; empty without overflow.
+
+        Ranks are asked once a verdict is known on all of them: at once, or with a fused optimizer at the next log
+        point. Until then the tuple is empty on several ranks.
+        """
         if self.outcome != "skipped_overflow":
             return ()
-        return (0,) if self.values.ranks is None else self.values.ranks
+        if self.values.ranks is None:
+            return (0,) if self.values.found_here is None else ()
+        return self.values.ranks
 
     def __str__(self) -> str:
         """One line for people; resolves the report."""
@@ -102,38 +110,35 @@ class StepReport:
         parts = [f"step {self.step}, window {self.window}, optimizer {self.optimizer}: {self.outcome}"]
         if self.overflow_origin is not None:
             parts.append(f"overflow in the {self.overflow_origin} pass")
-        parts.append(f"scale {self.scale:g} -> {self.next_scale:g}")
+        if self.values.scaled:
+            parts.append(f"loss scale {self.scale:g} -> {self.next_scale:g}")
         if norm is not None:
             parts.append(f"gradient norm {norm:.4g}")
         return ", ".join(parts)
 
 
-def resolve(reports: Iterable[StepReport], origin: bool = False) -> None:
-    """Moves all device values of ``reports`` to the host: one transfer whatever their number, none if nothing is left.
+def resolve(reports: Iterable[StepReport], everything: bool = False) -> None:
+    """Moves the device values of ``reports`` to the host: one transfer whatever their number, or none.
 
     Args:
         reports: Reports to resolve.
-        origin: Also find out where known overflows began. For verdicts still on the device that always comes along.
+        everything: Also the norm and the overflow's origin of reports whose verdict the host knows. For verdicts
+            still on the device they come along in any case.
     """
     waiting: list[tuple[Values, str, Tensor]] = []
     for report in reports:
         values = report.values
         unknown = isinstance(values.found_inf, Tensor)
+        wanted = ["found_inf", "scale", "next_scale"]
+        if unknown or everything:
+            wanted.append("grad_norm")
         # Where a pass overflowed is of no interest for a window that did not.
-        origin_wanted = unknown or (origin and bool(values.found_inf))
-        for name in (
-            "found_inf",
-            "scale",
-            "next_scale",
-            "grad_norm",
-            *(("forward_overflow",) if origin_wanted else ()),
-        ):
-            value = getattr(values, name)
-            if isinstance(value, Tensor):
-                waiting.append((values, name, value))
-        if values.forward_overflow is None and origin_wanted:
-            waiting.extend((values, "losses", loss) for loss in values.losses)
-            values.losses = ()
+        if unknown or (everything and values.found_inf):
+            wanted.append("forward_overflow")
+            if values.forward_overflow is None:
+                waiting.extend((values, "losses", loss) for loss in values.losses)
+                values.losses = ()
+        waiting.extend((values, name, value) for name in wanted if isinstance(value := getattr(values, name), Tensor))
     if not waiting:
         return
     dtype = torch.float64 if any(t.dtype == torch.float64 for _, _, t in waiting) else torch.float32

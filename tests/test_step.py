@@ -43,6 +43,7 @@ def sequence_for(
         grad_norm=GradNorm(),
         masters=masters,
         settle_every=settle_every,
+        device=torch.device("cpu"),
     )
     return sequence
 
@@ -70,7 +71,9 @@ def close(
 
 
 def backward(sequence: StepSequence, loss: Tensor) -> None:
-    sequence.scale_loss(loss).backward()
+    scaled = sequence.scale_loss(loss)
+    with sequence.backward():
+        scaled.backward()
 
 
 def sgd(parameters: Any, **options: Any) -> torch.optim.SGD:
@@ -193,6 +196,26 @@ def test_backward_past_the_plugin_is_refused_with_a_scale_and_fine_without() -> 
     sequence = sequence_for(optimizer)
     model(torch.ones(1, 1)).sum().backward()
     assert close(sequence, optimizer).outcome == "applied"
+
+
+@pytest.mark.parametrize("raw_first", [False, True])
+def test_backward_past_the_plugin_is_noticed_beside_one_through_it(raw_first: bool) -> None:
+    a, b = nn.Linear(1, 1), nn.Linear(1, 1)
+    first, second = sgd(a.parameters()), sgd(b.parameters())
+    sequence = sequence_for(first, second, scale=LossScale(init=8.0))
+    before = weights(b)
+    for raw in (raw_first, not raw_first):
+        if raw:
+            b(torch.ones(1, 1)).sum().backward()
+        else:
+            backward(sequence, a(torch.ones(1, 1)).sum() + b(torch.ones(1, 1)).sum())
+    assert close(sequence, first).outcome == "applied"
+    with pytest.raises(RuntimeError, match="manual_backward"):
+        close(sequence, second)
+    assert all(torch.equal(x, y) for x, y in zip(before, weights(b), strict=True))
+    second.zero_grad()
+    backward(sequence, b(torch.ones(1, 1)).sum())
+    assert close(sequence, second).outcome == "applied"
 
 
 def test_optimizer_without_gradients_is_reported_and_leaves_the_scale_alone() -> None:

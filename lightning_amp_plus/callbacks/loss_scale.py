@@ -207,7 +207,7 @@ class LossScaleMonitor(pl.Callback):
             return
         reports = list(self._waiting)
         self._waiting.clear()
-        resolve(reports if self._due is None or self._due in reports else [*reports, self._due], origin=True)
+        resolve(reports if self._due is None or self._due in reports else [*reports, self._due], everything=True)
         for report in reports:
             self._lowest_scale = min(self._lowest_scale, report.next_scale)
             if report.outcome == "applied":

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
 class ItemCounts:
@@ -31,7 +36,7 @@ class ItemCounts:
                     f"training_step returned num_items of shape {tuple(count.shape)}; expected one number."
                 )
             count = count.detach().reshape(())
-        elif count is not None and (isinstance(count, bool) or not isinstance(count, (int, float)) or count < 0):
+        elif count is not None and not _is_count(count):
             raise ValueError(f"training_step returned num_items={count!r}; expected the number of items, 0 or more.")
         self._counts.append(count)
 

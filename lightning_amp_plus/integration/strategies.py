@@ -49,8 +49,15 @@ def consensus_of(strategy: Any, process_group: Any) -> Consensus:
         return Consensus()
     if not distributed:
         raise ValueError("AmpPrecision(process_group=...) was given, but torch.distributed is not initialized.")
-    consensus = GroupConsensus(process_group)
+    consensus = GroupConsensus(_as_group(process_group))
     return consensus if consensus.world_size > 1 else Consensus()
+
+
+def _as_group(group: Any) -> Any:
+    """The process group over all ranks of a DeviceMesh, or the group itself."""
+    if not hasattr(group, "get_group") or not hasattr(group, "ndim"):
+        return group
+    return group.get_group() if group.ndim == 1 else group._flatten().get_group()
 
 
 def refuse_second_precision(precision: Any, plugins: list[Any]) -> None:

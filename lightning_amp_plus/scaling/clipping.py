@@ -41,8 +41,9 @@ def clip_by_value(gradients: list[Tensor], max_value: float, scale: Tensor | Non
     """
     for group in by_device_and_dtype(gradients):
         if scale is None:
-            torch._foreach_clamp_min_(group, -max_value)
-            torch._foreach_clamp_max_(group, max_value)
+            reachable = min(max_value, torch.finfo(group[0].dtype).max)
+            torch._foreach_clamp_min_(group, -reachable)
+            torch._foreach_clamp_max_(group, reachable)
         else:
             bound = (scale * max_value).to(group[0].device)
             for gradient in group:

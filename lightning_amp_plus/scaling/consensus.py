@@ -28,6 +28,17 @@ class Consensus:
         """
         return terms
 
+    def gather(self, values: Tensor) -> Tensor:
+        """The ``values`` of all ranks, for the rare moments in which ranks are compared or named.
+
+        Args:
+            values: 1-dim tensor, the same length on every rank.
+
+        Returns:
+            2-dim tensor of shape ``(world size, length)``, the same on every rank.
+        """
+        return values.unsqueeze(0)
+
 
 class GroupConsensus(Consensus):
     """Consensus over a process group (the world by default) by one all-reduce.
@@ -52,3 +63,9 @@ class GroupConsensus(Consensus):
         """See :meth:`Consensus.agree`; in place."""
         torch.distributed.all_reduce(terms, op=torch.distributed.ReduceOp.SUM, group=self.group)
         return terms
+
+    def gather(self, values: Tensor) -> Tensor:
+        """See :meth:`Consensus.gather`."""
+        parts = [torch.empty_like(values) for _ in range(self.world_size)]
+        torch.distributed.all_gather(parts, values.contiguous(), group=self.group)
+        return torch.stack(parts)

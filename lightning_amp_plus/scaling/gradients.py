@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,15 @@ def parameters_with_gradients(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a DTensor; asked without importing torch.distributed.tensor, which takes long."""
+    return type(tensor) is not Tensor and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+
+
 def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors that hold the gradients' values: ``.grad`` itself, or the values of a sparse one.
+    """Plain tensors that hold the gradients' values, empty ones left out.
+
+    That is ``.grad`` itself, this rank's part of a sharded one, or the values of a sparse one.
 
     A sparse gradient with repeated indices is coalesced first: its parts may be finite where their sum is not, and a
     norm over the parts is not the norm of the gradient.
@@ -30,8 +38,19 @@ def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
             if not gradient.is_coalesced():
                 parameter.grad = gradient = gradient.coalesce()
             gradient = gradient._values()
-        gradients.append(gradient)
+        elif is_dtensor(gradient):
+            gradient = local_part(gradient)
+        if gradient.numel():
+            gradients.append(gradient)
     return gradients
+
+
+@torch.no_grad()
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself; shares its storage."""
+    sharded: Any = tensor
+    local: Tensor = sharded.to_local() if is_dtensor(tensor) else tensor
+    return local
 
 
 def by_device_and_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -85,6 +104,6 @@ def first_nonfinite(named_parameters: Iterable[tuple[str, Tensor]]) -> tuple[str
     bad = [
         name
         for name, parameter in named_parameters
-        if parameter.grad is not None and not bool(torch.isfinite(dense_gradients([parameter])[0]).all())
+        if any(not bool(torch.isfinite(gradient).all()) for gradient in dense_gradients([parameter]))
     ]
     return (bad[-1], bad[0], len(bad)) if bad else None

@@ -51,8 +51,8 @@ class LossScale:
     def __post_init__(self) -> None:
         for name in ("init", "growth_factor", "backoff_factor", "min", "max"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-                raise ValueError(f"LossScale({name}={value!r}): expected a finite number above 0.")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not usable(value):
+                raise ValueError(f"LossScale({name}={value!r}): expected a finite number above 0 that FP32 can hold.")
         for name in ("growth_interval", "hysteresis"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_INTERVAL:
@@ -67,11 +67,6 @@ class LossScale:
         if not self.min <= self.init <= self.max:
             raise ValueError(
                 f"LossScale(init={self.init}, min={self.min}, max={self.max}): the first scale lies outside [min, max]."
-            )
-        if self.max > torch.finfo(torch.float32).max or self.min < torch.finfo(torch.float32).tiny:
-            raise ValueError(
-                f"LossScale(min={self.min}, max={self.max}): both must be normal FP32 numbers, since the scale is kept "
-                "in FP32."
             )
 
     def describe(self) -> dict[str, Any]:
@@ -110,22 +105,31 @@ def advance(
     Returns:
         The new ``(scale, tracker, hysteresis)``.
     """
-    tracker = (tracker + 1.0) * (1.0 - found_inf)
+    clean = 1.0 - found_inf
+    keep = clean if backoff is found_inf else 1.0 - backoff
+    tracker = (tracker + 1.0) * clean
     if config.hysteresis > 1:
         hysteresis = hysteresis - backoff
         backoff = backoff * (hysteresis <= 0)
-    change = backoff * (config.backoff_factor - 1.0)
+        keep = 1.0 - backoff
     if may_grow or overdue:
         due = config.growth_interval if may_grow else 2 * config.growth_interval
         grow = tracker >= due
-        change = change + grow * (config.growth_factor - 1.0)
+        keep = keep * (grow * (config.growth_factor - 1.0) + 1.0)  # a window that grows the scale did not overflow
         if config.hysteresis > 1:
             hysteresis = hysteresis + grow * (config.hysteresis - hysteresis)
         tracker = tracker * (tracker < due)
-    scale = scale + scale * change
+    # Chosen, not added up: 1 + (factor - 1) would lose a small backoff factor in FP32.
+    scale = scale * (backoff * config.backoff_factor + keep)
     if isinstance(scale, Tensor):
         return scale.clamp(config.min, config.max), tracker, hysteresis
     return to_fp32(max(config.min, min(config.max, scale))), tracker, hysteresis
+
+
+def usable(value: float) -> bool:
+    """Whether ``value`` is a scale, or a factor of one, that training can go on with: normal and positive in FP32."""
+    limits = torch.finfo(torch.float32)
+    return math.isfinite(value) and limits.tiny <= to_fp32(value) <= limits.max
 
 
 def to_fp32(value: float) -> float:

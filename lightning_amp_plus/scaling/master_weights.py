@@ -37,7 +37,6 @@ class MasterWeights:
 
         A copy that does not (weights were loaded meanwhile) is taken anew from the parameter.
         """
-        parameters = list(parameters)
         for parameter in [p for p in self._masters if p.dtype not in _LOW]:
             del self._masters[parameter]
         for parameter in parameters:
@@ -53,8 +52,14 @@ class MasterWeights:
 
     def attach_optimizer(self, optimizer: Optimizer) -> None:
         """Lets a loaded optimizer state keep its FP32: torch casts it to the dtype the Parameter has at that moment."""
-        optimizer.register_load_state_dict_pre_hook(lambda opt, _: self.enter(opt))
+        optimizer.register_load_state_dict_pre_hook(self._enter_to_load)
         optimizer.register_load_state_dict_post_hook(lambda opt: self.leave(opt))
+
+    def _enter_to_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        # torch refuses groups of another shape after this hook, and then nothing would lead back out.
+        wanted = [len(group["params"]) for group in optimizer.param_groups]
+        if [len(group["params"]) for group in state["param_groups"]] == wanted:
+            self.enter(optimizer)
 
     @torch.no_grad()
     def enter(self, optimizer: Optimizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_amp_plus.scaling.loss_scale import LossScale, advance, to_fp32
+from lightning_amp_plus.scaling.loss_scale import LossScale, advance, to_fp32, usable
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -44,9 +45,11 @@ class LossScaler(torch.amp.GradScaler):
         self.unscaler: Callable[[Optimizer], None] | None = None
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
-        self._growth_tracker = torch.full((), float(self._init_growth_tracker), dtype=torch.float32, device=dev)
-        self._hysteresis = torch.full((), float(self._init_hysteresis), dtype=torch.float32, device=dev)
+        # From the host's copy: it may have taken verdicts (of other ranks) before the first loss was scaled here.
+        scale, tracker, hysteresis = self._fetch()
+        self._scale = torch.full((), scale, dtype=torch.float32, device=dev)
+        self._growth_tracker = torch.full((), tracker, dtype=torch.float32, device=dev)
+        self._hysteresis = torch.full((), hysteresis, dtype=torch.float32, device=dev)
 
     def scale_on(self, device: torch.device) -> Tensor:
         """The present scale as a 0-dim FP32 tensor on ``device``."""
@@ -123,6 +126,10 @@ class LossScaler(torch.amp.GradScaler):
             self._host = (scale, tracker, hysteresis)
         return self._host
 
+    def digest(self) -> tuple[float, float, float]:
+        """Scale, growth tracker and hysteresis; one transfer if only the device knows them."""
+        return self._fetch()
+
     @override
     def get_scale(self) -> float:
         """The present scale. One transfer if only the device knows it."""
@@ -146,9 +153,27 @@ class LossScaler(torch.amp.GradScaler):
                 "optimizer.step(). Remove the call; pass update(new_scale) to set the scale."
             )
         value = float(new_scale)
-        if not math.isfinite(value) or value <= 0:
-            raise ValueError(f"scaler.update(new_scale={value}): expected a finite number above 0.")
+        if not usable(value):
+            raise ValueError(f"scaler.update(new_scale={value:g}): expected a finite number above 0.")
         self._restore(to_fp32(value), self._fetch()[1], self._fetch()[2])
+
+    @override
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Sets the growth factor from the next window on."""
+        self.config = replace(self.config, growth_factor=new_factor)
+        super().set_growth_factor(new_factor)
+
+    @override
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets the backoff factor from the next window on."""
+        self.config = replace(self.config, backoff_factor=new_factor)
+        super().set_backoff_factor(new_factor)
+
+    @override
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the growth interval from the next window on."""
+        self.config = replace(self.config, growth_interval=new_interval)
+        super().set_growth_interval(new_interval)
 
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -157,11 +182,9 @@ class LossScaler(torch.amp.GradScaler):
         At most once a window, as ever. Should the window go on with a further backward, the gradients are scaled
         again first.
         """
-        inner = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds the real one
         if self.unscaler is None:
-            super().unscale_(inner)
-        else:
-            self.unscaler(inner)
+            raise RuntimeError("scaler.unscale_(optimizer): this scaler belongs to no plugin that could run the step.")
+        self.unscaler(getattr(optimizer, "optimizer", optimizer))  # a LightningOptimizer holds the real one
 
     @override
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -201,13 +224,16 @@ class LossScaler(torch.amp.GradScaler):
         missing = [key for key in ("scale", "_growth_tracker") if key not in state_dict]
         if missing:
             raise ValueError(f"The saved scaler state lacks {missing}; found {sorted(state_dict) or 'an empty state'}.")
-        scale = float(state_dict["scale"])
-        tracker = int(state_dict["_growth_tracker"])
-        if not math.isfinite(scale) or scale <= 0:
+        scale = _number(state_dict, "scale", "a finite number above 0")
+        tracker = _number(state_dict, "_growth_tracker")
+        hysteresis = _number({"_hysteresis": self.config.hysteresis, **state_dict}, "_hysteresis")
+        if not usable(scale):
             raise ValueError(f"The saved scaler state holds scale={scale}; expected a finite number above 0.")
         if tracker < 0:
-            raise ValueError(f"The saved scaler state holds _growth_tracker={tracker}; expected 0 or more.")
-        self._restore(scale, float(tracker), float(state_dict.get("_hysteresis", self.config.hysteresis)))
+            raise ValueError(
+                f"The saved scaler state holds _growth_tracker={state_dict['_growth_tracker']}; expected 0 or more."
+            )
+        self._restore(to_fp32(scale), tracker, hysteresis)
 
     def _restore(self, scale: float, tracker: float, hysteresis: float) -> None:
         self._host = (scale, tracker, hysteresis)
@@ -226,3 +252,77 @@ class LossScaler(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def _number(state: dict[str, Any], key: str, expected: str = "a finite number") -> float:
+    value = state[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)) or not math.isfinite(float(value)):
+        raise ValueError(f"The saved scaler state holds {key}={value!r}; expected {expected}.")
+    return float(value)
+
+
+def make_scaler(loss_scale: Any, *, fp16: bool, warn: Callable[[str], None]) -> LossScaler | None:
+    """The scaler that ``AmpPrecision(loss_scale=...)`` asks for, or ``None``.
+
+    Args:
+        loss_scale: As ``AmpPrecision`` takes it.
+        fp16: Whether the policy computes in FP16.
+        warn: Called with a message for the user.
+
+    Raises:
+        ValueError: If the value means nothing.
+        TypeError: For a GradScaler of a class whose own rule could not be kept.
+    """
+    if loss_scale == "auto":
+        return LossScaler(LossScale(), "cpu") if fp16 else None
+    if loss_scale is None:
+        if fp16:
+            warn(
+                "loss_scale=None with FP16: gradients below 6e-8 become zero without a word. Leave loss_scale at "
+                "'auto', or use "
+                "bf16-mixed, which needs no scale."
+            )
+        return None
+    if isinstance(loss_scale, LossScale):
+        return LossScaler(loss_scale, "cpu")
+    if isinstance(loss_scale, torch.amp.GradScaler):
+        return _from_grad_scaler(loss_scale)
+    if isinstance(loss_scale, bool) or not isinstance(loss_scale, (int, float)):
+        raise ValueError(
+            f"loss_scale={loss_scale!r}: expected 'auto', None, a LossScale, a torch.amp.GradScaler, or a number for a "
+            "static scale."
+        )
+    value = float(loss_scale)
+    if not math.isfinite(value) or not 2.0**-126 <= value <= 2.0**126:
+        raise ValueError(f"loss_scale={loss_scale!r}: a static scale must be a finite number above 0.")
+    return LossScaler(LossScale(init=value, min=min(value, 2.0**-14), max=max(value, 2.0**24)), "cpu", dynamic=False)
+
+
+def _from_grad_scaler(scaler: torch.amp.GradScaler) -> LossScaler | None:
+    """Our scaler with the present scale and the factors of one of torch's."""
+    if isinstance(scaler, LossScaler):
+        return scaler
+    if type(scaler).__module__.partition(".")[0] != "torch":
+        raise TypeError(
+            f"loss_scale={type(scaler).__module__}.{type(scaler).__qualname__}(...): the step sequence updates the "
+            "scale by "
+            "its own rule, so what this class overrides would never run. Pass a LossScale with the factors you want, "
+            "or a "
+            "torch.amp.GradScaler."
+        )
+    if not scaler.is_enabled():
+        return None
+    state = scaler.state_dict()
+    ours = LossScaler(
+        LossScale(
+            init=float(state["scale"]),
+            growth_factor=state["growth_factor"],
+            backoff_factor=state["backoff_factor"],
+            growth_interval=state["growth_interval"],
+            min=min(2.0**-14, float(state["scale"])),
+            max=max(2.0**24, float(state["scale"])),
+        ),
+        "cpu",
+    )
+    ours.load_state_dict(state)
+    return ours

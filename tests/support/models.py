@@ -43,8 +43,8 @@ def fused_adamw(parameters: Iterable[Tensor]) -> Optimizer:
 class TinyRegressor(L.LightningModule):
     """Two linear layers on batches of ``(4 features, 1 target)``; its faults are numbered by micro-batch, from 0.
 
-    ``losses`` keeps what ``training_step`` computed. With ``manual=True`` it optimizes by hand, ``accumulate`` micro-batches
-    to a step, and clips right before the step.
+    ``losses`` keeps what ``training_step`` computed. With ``manual=True`` it optimizes by hand, ``accumulate``
+    micro-batches to a step, and clips right before the step.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class TinyRegressor(L.LightningModule):
 class ExactLinear(L.LightningModule):
     """One bias-free linear layer whose loss is its output: the gradient of the weight is the batch itself.
 
-    Fed with small whole numbers, every product is exact in FP16 too, so gradients can be compared with ``==``. Learning rate
-    1 and SGD: one step moves the weight by exactly the gradient that the optimizer saw. Starts at zero.
+    Fed with small whole numbers, every product is exact in FP16 too, so gradients can be compared with ``==``. With SGD
+    and a learning rate of 1 a step moves the weight by exactly the gradient that the optimizer saw. Starts at zero.
     """
 
     def __init__(self, width: int = 4, make_optimizer: MakeOptimizer | None = None) -> None:
@@ -144,6 +144,6 @@ class ExactLinear(L.LightningModule):
         return optimizer
 
     def note_gradient(self) -> None:
-        """What the optimizer has just consumed, seen from a hook of torch's own (stock runs backward inside the step)."""
+        """What the optimizer has just consumed; asked after the step, since stock may run backward inside it."""
         if self.layer.weight.grad is not None:
             self.at_step.append(self.layer.weight.grad.detach().clone()[0])

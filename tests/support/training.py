@@ -43,8 +43,9 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         start, self.start = self.start, 0
-        for self.at in range(start + 1, len(self.batches) + 1):
-            yield self.batches[self.at - 1]
+        for index in range(start, len(self.batches)):
+            self.at = index + 1
+            yield self.batches[index]
 
     def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
