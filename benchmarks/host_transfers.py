@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
-
 from support.runs import fit, ours, quiet, stock, table
+
 from lightning_amp_plus.callbacks import LossScaleMonitor
 
 

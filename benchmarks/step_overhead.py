@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-
 from support.runs import Meter, fit, interleaved, ours, quiet, stock, table
 
 
@@ -52,7 +51,7 @@ def main() -> None:
                 ]
             )
     table(
-        "A step under AmpPrecision over Lightning's MixedPrecision (median process CPU time, one thread; bars: 1.02, +10)",
+        "A step under AmpPrecision over Lightning's MixedPrecision (median CPU time, one thread; bars: 1.02, +10)",
         ["precision", "AdamW", "stock", "ours", "ratio", "ops stock", "ops ours - stock"],
         rows,
     )
