@@ -14,6 +14,7 @@ from torch import nn
 from lightning_amp_plus.autocast_probe import UNKNOWN, Probe, Region, probe
 from lightning_amp_plus.casts import BITS_16, DTYPES, dtype_name
 from lightning_amp_plus.matching import Decision, ModelNames, clean_name, decide
+from lightning_amp_plus.plan_table import as_text, fitting_table
 from lightning_amp_plus.policy import PrecisionPolicy
 from lightning_amp_plus.routed import (
     FUSED_IN_EVALUATION,
@@ -27,7 +28,7 @@ from lightning_amp_plus.routed import (
 from lightning_amp_plus.storage import convert_storage
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 _COLUMNS = ("module", "compute", "parameter", "input", "weight", "output", "accumulator", "optimizer", "rule", "reason")
 
@@ -140,22 +141,14 @@ class RoutePlan:
         }
 
     def __str__(self) -> str:
-        rows = [_COLUMNS, *(_row(route) for route in self.routes)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *self.notes])
+        return as_text(self._rows(), self.notes)
 
-    def __rich__(self) -> "Table":
-        from rich.table import Table
-        from rich.text import Text
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        title = f"Routes on {self.device_type}, {self.policy.lightning_precision} around"
+        yield fitting_table(title, self._rows(), self.notes, console, options)
 
-        table = Table(title=f"Routes on {self.device_type}, {self.policy.lightning_precision} around")
-        for column in _COLUMNS:
-            table.add_column(column, overflow="fold", no_wrap=column not in ("module", "rule", "reason"))
-        for route in self.routes:
-            table.add_row(*map(Text, _row(route)))
-        table.caption = "\n".join(self.notes) or None
-        return table
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [_COLUMNS, *(_row(route) for route in self.routes)]
 
 
 def plan(model: nn.Module, policy: PrecisionPolicy, hardware: str | torch.device | None = None) -> RoutePlan:
