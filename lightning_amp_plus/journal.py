@@ -193,6 +193,8 @@ class Journal:
         self.last_report = None
         self.windows = int(state["windows"])
         self.history.load_state_dict(state["history"])
+        if self.history.skipped:
+            self._warned.add("skip")  # said in the run that is continued
 
     def __getstate__(self) -> dict[str, Any]:
         """Counts and settings travel; subscribers, reports and the model's names belong to this process."""

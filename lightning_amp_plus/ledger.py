@@ -98,13 +98,10 @@ class Ledger:
         self._losses: deque[tuple[int, Tensor]] = deque(maxlen=_KEPT_LOSSES)
         self._open: dict[int, OpenWindow] = {}
 
-    def record_backward(self, loss: Tensor | None) -> None:
-        """Counts a backward; ``loss`` is kept (detached) where its overflow may be asked for."""
-        self.backwards += 1
-        if loss is not None:
-            # Of a loss with several elements, backward from which needs a gradient, the largest tells as much as all.
-            kept = loss.detach() if loss.numel() == 1 else loss.detach().abs().amax()
-            self._losses.append((self.backwards, kept))
+    def record_loss(self, loss: Tensor) -> None:
+        """Keeps the detached loss of the last backward, whose overflow may be asked for."""
+        # Of a loss with several elements, backward from which needs a gradient, the largest tells as much as all.
+        self._losses.append((self.backwards, loss if loss.numel() == 1 else loss.abs().amax()))
 
     def window_of(self, optimizer: Optimizer) -> OpenWindow:
         """The optimizer's open window."""
@@ -133,7 +130,7 @@ class Ledger:
         return [o for o in self.optimizers if id(o) in self._open and self._open[id(o)].unscaled]
 
     def losses_of(self, optimizer: Optimizer) -> tuple[Tensor, ...]:
-        """The losses of the optimizer's open window, detached and unscaled."""
+        """The losses of the optimizer's open window, detached, in the scale they were called backward on."""
         since = self._stepped_at.get(id(optimizer), 0)
         return tuple(loss for number, loss in self._losses if number > since)
 

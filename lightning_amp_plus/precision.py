@@ -462,6 +462,13 @@ class AmpPrecision(FSDPPrecision):
             self._discard_window()
             raise
 
+    @override
+    def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        """Runs ``on_after_backward``; keeps the detached loss for the overflow's origin."""
+        loss = Precision.post_backward(self, tensor, module)
+        self._sequence.record_loss(loss)
+        return loss
+
     def _outside_autocast(self, model: Any) -> AbstractContextManager[Any]:
         # Automatic optimization is outside already: Lightning's step contexts surround training_step only.
         if getattr(model, "automatic_optimization", True):

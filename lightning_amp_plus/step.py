@@ -155,12 +155,17 @@ class StepSequence:
             self.ledger.window_of(optimizer).unscaled = False
         if self._before_backward is not None:
             self._before_backward()
-        self.ledger.record_backward(loss if self.check_finite else None)
+        self.ledger.backwards += 1
         if self.scaler is None:
             return loss
         scaled = self.scaler.scale(loss)
         assert isinstance(scaled, Tensor)
         return scaled
+
+    def record_loss(self, loss: Tensor) -> None:
+        """Keeps the loss of the backward that just ran, detached and still scaled, to tell where an overflow began."""
+        if self.check_finite:
+            self.ledger.record_loss(loss)
 
     @contextmanager
     def backward(self) -> Iterator[None]:

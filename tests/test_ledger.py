@@ -14,6 +14,13 @@ from lightning_amp_plus.ledger import Ledger
 CPU = torch.device("cpu")
 
 
+def record_backward(ledger: Ledger, loss: torch.Tensor | None) -> None:
+    """What the step sequence does for each backward; without a finite check the loss is not kept."""
+    ledger.backwards += 1
+    if loss is not None:
+        ledger.record_loss(loss.detach())
+
+
 def optimizer(*parameters: torch.nn.Parameter) -> Optimizer:
     return torch.optim.SGD(list(parameters) or [torch.nn.Parameter(torch.ones(2))], lr=1.0)
 
@@ -36,21 +43,21 @@ def test_a_window_has_a_backward_from_the_first_one_to_the_step() -> None:
     one = optimizer()
     ledger = Ledger([one])
     assert not ledger.has_backward(one)
-    ledger.record_backward(None)
+    record_backward(ledger, None)
     assert ledger.has_backward(one)
     ledger.close(one)
     assert not ledger.has_backward(one)
-    ledger.record_backward(loss())
+    record_backward(ledger, loss())
     assert ledger.has_backward(one)
 
 
 def test_windows_of_two_optimizers_overlap() -> None:
     a, b = optimizer(), optimizer()
     ledger = Ledger([a, b], manual=True)
-    ledger.record_backward(loss(1.0))
+    record_backward(ledger, loss(1.0))
     ledger.close(a)
     assert (ledger.has_backward(a), ledger.has_backward(b)) == (False, True)
-    ledger.record_backward(loss(2.0))
+    record_backward(ledger, loss(2.0))
     ledger.close(b)
     assert (ledger.has_backward(a), ledger.has_backward(b)) == (True, False)
 
@@ -58,7 +65,7 @@ def test_windows_of_two_optimizers_overlap() -> None:
 def test_discarding_forgets_every_window() -> None:
     a, b = optimizer(), optimizer()
     ledger = Ledger([a, b], manual=True)
-    ledger.record_backward(loss())
+    record_backward(ledger, loss())
     ledger.window_of(a).unscaled = True
     ledger.close(b)
     ledger.discard()
@@ -67,7 +74,7 @@ def test_discarding_forgets_every_window() -> None:
     assert ledger.losses_of(a) == ()
     assert ledger.unscaled_early() == []
     assert not ledger.window_of(a).unscaled
-    ledger.record_backward(loss())
+    record_backward(ledger, loss())
     assert ledger.has_backward(b)
 
 
@@ -87,7 +94,7 @@ def test_a_window_stays_the_same_until_it_is_closed() -> None:
 def test_reopening_forgets_what_was_found_and_keeps_the_backwards() -> None:
     one = optimizer()
     ledger = Ledger([one])
-    ledger.record_backward(loss())
+    record_backward(ledger, loss())
     window = ledger.window_of(one)
     ledger.reopen(one)
     assert ledger.window_of(one) is not window
@@ -118,10 +125,10 @@ def test_windows_unscaled_early_are_those_open_and_unscaled() -> None:
 def test_losses_are_those_since_the_last_step_detached() -> None:
     a, b = optimizer(), optimizer()
     ledger = Ledger([a, b], manual=True)
-    ledger.record_backward(loss(1.0))
+    record_backward(ledger, loss(1.0))
     ledger.close(a)
-    ledger.record_backward(loss(2.0))
-    ledger.record_backward(None)
+    record_backward(ledger, loss(2.0))
+    record_backward(ledger, None)
     assert [value.item() for value in ledger.losses_of(a)] == [2.0]
     assert [value.item() for value in ledger.losses_of(b)] == [1.0, 2.0]
     assert not any(value.requires_grad for value in ledger.losses_of(b))
@@ -130,7 +137,7 @@ def test_losses_are_those_since_the_last_step_detached() -> None:
 def test_a_single_optimizer_lets_its_losses_go_when_its_window_closes() -> None:
     one = optimizer()
     ledger = Ledger([one])
-    ledger.record_backward(loss())
+    record_backward(ledger, loss())
     ledger.close(one)
     assert len(ledger._losses) == 0
 
@@ -139,7 +146,7 @@ def test_of_a_very_long_window_the_newest_1024_losses_are_kept() -> None:
     one = optimizer()
     ledger = Ledger([one])
     for value in range(1030):
-        ledger.record_backward(loss(float(value)))
+        record_backward(ledger, loss(float(value)))
     values = [value.item() for value in ledger.losses_of(one)]
     assert values == [float(value) for value in range(6, 1030)]
 
@@ -155,7 +162,7 @@ def test_a_forward_overflow_is_a_loss_of_the_window_that_is_not_finite(
     one = optimizer()
     ledger = Ledger([one])
     for value in values:
-        ledger.record_backward(loss(value, dtype))
+        record_backward(ledger, loss(value, dtype))
     found = ledger.forward_overflow(one, CPU)
     assert (found.item(), found.dtype, found.shape) == (expected, torch.float32, ())
 
@@ -163,9 +170,9 @@ def test_a_forward_overflow_is_a_loss_of_the_window_that_is_not_finite(
 def test_a_bad_loss_of_an_earlier_window_is_no_forward_overflow() -> None:
     a, b = optimizer(), optimizer()
     ledger = Ledger([a, b], manual=True)
-    ledger.record_backward(loss(math.inf))
+    record_backward(ledger, loss(math.inf))
     ledger.close(a)
-    ledger.record_backward(loss())
+    record_backward(ledger, loss())
     assert ledger.forward_overflow(a, CPU).item() == 0.0
     assert ledger.forward_overflow(b, CPU).item() == 1.0
 
@@ -173,7 +180,7 @@ def test_a_bad_loss_of_an_earlier_window_is_no_forward_overflow() -> None:
 def test_an_fp64_loss_beyond_the_range_of_fp32_is_finite() -> None:
     one = optimizer()
     ledger = Ledger([one])
-    ledger.record_backward(loss(1e39, torch.float64))
+    record_backward(ledger, loss(1e39, torch.float64))
     assert ledger.forward_overflow(one, CPU).item() == 0.0
 
 
@@ -181,15 +188,15 @@ def test_an_fp64_loss_beyond_the_range_of_fp32_is_finite() -> None:
 def test_a_loss_of_several_elements_is_looked_at_too(bad: float, expected: float) -> None:
     one = optimizer()  # manual_backward(losses, gradient=weights)
     ledger = Ledger([one])
-    ledger.record_backward(torch.tensor([1.0, bad, 2.0]))
-    ledger.record_backward(loss())
+    record_backward(ledger, torch.tensor([1.0, bad, 2.0]))
+    record_backward(ledger, loss())
     assert ledger.forward_overflow(one, CPU).item() == expected
 
 
 def test_looking_for_a_forward_overflow_transfers_nothing() -> None:
     one = optimizer()
     ledger = Ledger([one])
-    ledger.record_backward(torch.ones((), device="meta"))
+    record_backward(ledger, torch.ones((), device="meta"))
     assert ledger.forward_overflow(one, torch.device("meta")).device.type == "meta"
 
 

@@ -74,6 +74,7 @@ def backward(sequence: StepSequence, loss: Tensor) -> None:
     scaled = sequence.scale_loss(loss)
     with sequence.backward():
         scaled.backward()
+    sequence.record_loss(scaled.detach())
 
 
 def sgd(parameters: Any, **options: Any) -> torch.optim.SGD:

@@ -8,7 +8,7 @@ import pytest
 from lightning_amp_plus import AmpPrecision, LossScale
 from tests.support.faults import INF
 from tests.support.models import TinyRegressor, adamw, fused_adamw
-from tests.support.training import fit, loader, make_trainer, regression_batches
+from tests.support.training import PLAIN_TYPES_ONLY, fit, loader, make_trainer, regression_batches
 
 STEPS = 20
 FAULTS = {6: INF, 14: INF, 15: INF}
@@ -33,7 +33,7 @@ def test_the_scale_history_goes_on_to_the_step(tmp_path: Path, stop: int, make_o
     second, resumed = TinyRegressor(make_optimizer, faults=FAULTS, manual=manual), plugin()
     second.seen = stop
     trainer = make_trainer(resumed, max_epochs=-1, max_steps=STEPS)
-    trainer.fit(second, loader(regression_batches(STEPS)), ckpt_path=tmp_path / "run.ckpt", weights_only=True)
+    trainer.fit(second, loader(regression_batches(STEPS)), ckpt_path=tmp_path / "run.ckpt", **PLAIN_TYPES_ONLY)
 
     assert resumed.history.scales == list(whole.history.scales)
     assert resumed.history.state_dict() == whole.history.state_dict()

@@ -11,6 +11,7 @@ from lightning_amp_plus import AmpPrecision, LossScale
 from tests.support.faults import INF
 from tests.support.models import TinyRegressor, adamw, fused_adamw, fused_sgd_momentum, sgd_momentum
 from tests.support.training import (
+    PLAIN_TYPES_ONLY,
     ResumableLoader,
     fit,
     make_trainer,
@@ -46,7 +47,7 @@ def stop_and_resume(
     second = make_model()
     second.seen = first.seen
     trainer = make_trainer(plugins[1], max_epochs=-1, max_steps=STEPS, **arguments)
-    trainer.fit(second, ResumableLoader(batches), ckpt_path=directory / "run.ckpt", weights_only=True)
+    trainer.fit(second, ResumableLoader(batches), ckpt_path=directory / "run.ckpt", **PLAIN_TYPES_ONLY)
     return first, second
 
 
@@ -101,7 +102,7 @@ def test_other_precisions_resume_bit_for_bit_too(tmp_path: Path, precision: str,
 def test_the_checkpoint_is_read_without_unpickling_and_holds_one_fixed_key(tmp_path: Path) -> None:
     trainer = fit(TinyRegressor(adamw), fp16(), regression_batches(2))
     trainer.save_checkpoint(tmp_path / "run.ckpt")
-    checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
+    checkpoint = torch.load(tmp_path / "run.ckpt", **PLAIN_TYPES_ONLY)
     assert "AmpPrecision" not in checkpoint
     assert checkpoint["lightning_amp_plus"]["schema_version"] == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,11 @@ from torch.utils.data import DataLoader
 from lightning_amp_plus import AmpPrecision, LossScale, StepReport
 
 SCALE = 1024.0
+
+# Lightning before 2.6 has no such argument, and reads everything.
+PLAIN_TYPES_ONLY: dict[str, Any] = (
+    {"weights_only": True} if "weights_only" in inspect.signature(L.Trainer.fit).parameters else {}
+)
 
 
 def regression_batches(count: int = 20, size: int = 4) -> list[tuple[Tensor, Tensor]]:

@@ -1,0 +1,43 @@
+"""The README's code runs as it stands, and the tests it names exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_python_blocks_run_in_order_and_print_the_plan_shown(tmp_path: Path) -> None:
+    code = "\n".join(blocks("python"))
+    assert code.count("import") > 3
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert run.returncode == 0, run.stderr[-3000:]
+    (table,) = blocks("text")
+    assert table.strip() in run.stdout
+
+
+def test_console_commands_are_targets_of_the_makefile() -> None:
+    (commands,) = blocks("console")
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    named = re.findall(r"^make (\w+)", commands, flags=re.MULTILINE)
+    assert named == ["demo", "test"] and set(named) <= set(targets)
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:tests|examples|docs)/[\w./]+)`", README))))
+def test_files_that_the_readme_names_exist(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_pictures_of_the_readme_exist() -> None:
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
+    assert pictures and all((ROOT / picture).is_file() for picture in pictures)
