@@ -37,7 +37,7 @@ test: lint types
 # Benchmarks whose names begin with gpu_ need an accelerator and are run by hand.
 bench: setup
 	set -e; for script in $(filter-out benchmarks/gpu_%,$(wildcard benchmarks/*.py)); do \
-		echo "== $$script"; $(BIN)/python $$script; \
+		echo "== $$script"; PYTHONPATH=. $(BIN)/python $$script; \
 	done
 
 clean:

@@ -29,11 +29,19 @@ class Journal:
     Args:
         scaled: Whether the run has a loss scale.
         max_consecutive_skips: Number of skips in a row at which the run is stopped.
+        static: Whether that scale never changes.
         warn: Called with a message for the user.
     """
 
-    def __init__(self, scaled: bool, max_consecutive_skips: int, warn: Callable[[str], None] = warnings.warn) -> None:
+    def __init__(
+        self,
+        scaled: bool,
+        max_consecutive_skips: int,
+        warn: Callable[[str], None] = warnings.warn,
+        static: bool = False,
+    ) -> None:
         self.scaled = scaled
+        self.static = static
         self.max_consecutive_skips = max_consecutive_skips
         self.warn = warn
         self.history = History()
@@ -177,6 +185,12 @@ class Journal:
             if origin == "forward"
             else "use bf16-mixed, or a rule that keeps this layer in fp32, or lower the learning rate"
         )
+        if self.static:
+            raise SkipLimitError(
+                f"{skips} windows in a row were skipped, up to step {report.step}: under the static loss scale of "
+                f"{report.scale:g} the {origin} pass overflowed every time; {where}. What to do: {remedy}; or use a "
+                f"lower scale, or a LossScale, which finds its own. {limit}"
+            )
         raise ScaleCollapseError(
             f"{skips} windows in a row were skipped, up to step {report.step}: the loss scale went down to "
             f"{report.next_scale:g} and the {origin} pass still overflowed; {where}. "
@@ -212,7 +226,7 @@ class Journal:
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["scaled"], state["max_consecutive_skips"], state["warn"])  # type: ignore[misc]
+        self.__init__(state["scaled"], state["max_consecutive_skips"], state["warn"], state["static"])  # type: ignore[misc]
         self.__dict__.update(state)
 
 

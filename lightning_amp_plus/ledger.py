@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class OpenWindow:
         unscaled: Whether the gradients have been divided by the scale.
         terms: What all ranks agreed on, ``[overflows, forward overflows, items, norm squared]``; ``None`` in a single
             process.
+        parameters: The optimizer's parameters with gradients, as unscaled.
         norm: Global norm of the unscaled gradients before clipping, where it was measured.
         norm_at: Number of the backward after which ``norm`` was measured; a later backward makes it stale.
         known_norm: ``norm`` on the host, where it came along with the verdict.
@@ -39,6 +40,7 @@ class OpenWindow:
     found_inf: Tensor | None = None
     found_here: Tensor | None = None
     unscaled: bool = False
+    parameters: list[Tensor] = field(default_factory=list)
     terms: Tensor | None = None
     norm: Tensor | None = None
     norm_at: int = -1
@@ -83,7 +85,7 @@ class Ledger:
 
     def has_foreign_gradient(self, optimizer: Optimizer) -> bool:
         """Whether a backward past the plugin has written to a gradient that is still there."""
-        return any(
+        return bool(self._foreign) and any(
             p.grad is not None and self._foreign.get(id(p)) is p.grad
             for group in optimizer.param_groups
             for p in group["params"]

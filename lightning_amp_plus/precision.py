@@ -679,10 +679,14 @@ class AmpPrecision(FSDPPrecision):
 
 def _warn_of_idle_sgd(optimizer: Optimizer) -> None:
     """Torch 2.13's fused SGD leaves 16-bit parameters on CPU where they are, without a word (16 elements and more)."""
-    if type(optimizer) is torch.optim.SGD and any(
-        group.get("fused") and p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16)
-        for group in optimizer.param_groups
-        for p in group["params"]
+    if (
+        type(optimizer) is torch.optim.SGD
+        and torch.__version__ < "2.14"
+        and any(
+            group.get("fused") and p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        )
     ):
         _warn(
             "SGD(fused=True) does not move 16-bit parameters on CPU (torch 2.13). Use fused=False, or a policy with "

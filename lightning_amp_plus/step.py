@@ -79,7 +79,8 @@ class StepSequence:
         self.check_finite = check_finite
         self.check_ranks_every = check_ranks_every
         self._end_watch: Callable[[], None] = _nothing
-        self.journal = Journal(scaler is not None, max_consecutive_skips, warn)
+        static = scaler is not None and not scaler.dynamic
+        self.journal = Journal(scaler is not None, max_consecutive_skips, warn, static)
         self._unbind()
 
     def end_fit(self) -> None:
@@ -177,15 +178,25 @@ class StepSequence:
         finally:
             ledger.in_backward = False
 
-    def unscale(self, optimizer: Optimizer, window: Window | None = None) -> None:
-        """Unscales and checks the optimizer's gradients in place. At most once a window, whoever asks first."""
+    def unscale(
+        self, optimizer: Optimizer, window: Window | None = None, parameters: list[Tensor] | None = None
+    ) -> None:
+        """Unscales and checks the optimizer's gradients in place. At most once a window, whoever asks first.
+
+        Args:
+            optimizer: Whose gradients.
+            window: How the window is weighted, where it closes with this.
+            parameters: Those with gradients, where the caller knows them.
+        """
         state = self.ledger.window_of(optimizer)
         if state.unscaled:
             return
         state.unscaled = True
         if self.masters is not None:
             self.masters.enter(optimizer)
-        parameters = parameters_with_gradients(optimizer)
+        if parameters is None:
+            parameters = parameters_with_gradients(optimizer)
+        state.parameters = parameters
         if not parameters:
             return
         if self.grad_norm.sharded:
@@ -316,8 +327,9 @@ class StepSequence:
             self._close(optimizer, window, self._without_verdict(), nothing)
             return result
         try:
-            self.unscale(optimizer, window)
+            self.unscale(optimizer, window, parameters)
             state = self.ledger.window_of(optimizer)
+            state.parameters = parameters  # also where scaler.unscale_() came first
             if raw is not None:  # the others wait for this rank's verdict; they get one that makes them skip
                 _add_verdict(state, torch.ones((), device=self._device(optimizer)))
             self._agree(optimizer, state, window)
@@ -430,7 +442,7 @@ class StepSequence:
             return
         device = self._device(optimizer) if state.found_inf is None else state.found_inf.device
         state.found_here = torch.zeros((), device=device) if state.found_inf is None else state.found_inf
-        parameters = parameters_with_gradients(optimizer)
+        parameters = state.parameters
         items = window.num_items
         terms = [
             state.found_here,
@@ -484,7 +496,7 @@ class StepSequence:
         host_verdict: bool,
         nothing: Verdictless | None,
     ) -> Any:
-        parameters = parameters_with_gradients(optimizer)
+        parameters = state.parameters
         if state.norm_at != self.ledger.backwards and self.journal.wants_grad_norm(window):
             self._measure(optimizer, state, parameters)
         on_host = _needs_verdict(optimizer)

@@ -540,3 +540,11 @@ def test_import_pulls_in_no_optional_package() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["[]", "[]"]
+
+
+def test_optimizer_that_would_not_move_is_warned_about() -> None:
+    model = Net(lambda p: torch.optim.SGD(p, lr=0.1, fused=True))
+    if torch.__version__ >= "2.14":
+        pytest.skip("mended in torch 2.14")
+    with pytest.warns(UserWarning, match=r"SGD\(fused=True\) does not move 16-bit parameters"):
+        trainer(AmpPrecision("bf16-true"), max_steps=1).fit(model, data())

@@ -403,6 +403,18 @@ def test_run_of_skips_without_a_scale_speaks_of_none() -> None:
     assert not any("scale" in text for text in [str(error.value), *warnings])
 
 
+def test_run_of_skips_under_a_static_scale_says_so() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = sgd(model.parameters())
+    scaler = LossScaler(LossScale(init=512.0), "cpu", dynamic=False)
+    sequence = StepSequence(scaler, True, 3, [].append)
+    with pytest.raises(SkipLimitError, match=r"static loss scale of 512.*lower scale") as error:
+        for _ in range(10):
+            backward(sequence, model(torch.ones(1, 1)).sum() * math.inf)
+            close(sequence, optimizer)
+    assert not isinstance(error.value, ScaleCollapseError)
+
+
 def test_items_weight_summed_losses() -> None:
     model = nn.Linear(1, 1, bias=False)
     optimizer = sgd(model.parameters())

@@ -36,7 +36,8 @@ def grad_norm_of(module: nn.Module, consensus: Consensus, group_named: bool) -> 
     parameters = dict(module.named_parameters())
     if not flat and not any(is_dtensor(p) for p in parameters.values()):
         return GradNorm()
-    everywhere = _ranks_with(parameters, consensus, group_named)
+    layouts = {name: _layout(parameter, flat) for name, parameter in parameters.items()}
+    everywhere = _ranks_with(layouts, consensus, group_named)
     names = {id(parameter): name for name, parameter in parameters.items()}
 
     def holders(parameter: Tensor) -> int:
@@ -60,9 +61,8 @@ def _number_of_shards(parameter: Tensor) -> int:
     return shards
 
 
-def _ranks_with(parameters: Mapping[str, Tensor], consensus: Consensus, group_named: bool) -> dict[str, int]:
+def _ranks_with(mine: dict[str, Any], consensus: Consensus, group_named: bool) -> dict[str, int]:
     """Number of ranks that hold a parameter (or a part of it), by name; one collective, at the start of a fit."""
-    mine = {name: _layout(parameter) for name, parameter in parameters.items()}
     everyone: list[dict[str, Any]] = [{} for _ in range(consensus.world_size)]
     dist.all_gather_object(everyone, mine, group=getattr(consensus, "group", None))
     if not group_named:
@@ -80,7 +80,10 @@ def _ranks_with(parameters: Mapping[str, Tensor], consensus: Consensus, group_na
     return {name: sum(name in theirs for theirs in everyone) for name in mine}
 
 
-def _layout(parameter: Tensor) -> tuple[Any, ...]:
+def _layout(parameter: Tensor, flat: dict[int, int]) -> tuple[Any, ...]:
+    """What must be alike on all ranks that hold the same model. FSDP1's parts have another shape on each."""
+    if id(parameter) in flat:
+        return ("cut by FSDP into parts", (flat[id(parameter)],))
     if not is_dtensor(parameter):
         return ("whole", tuple(parameter.shape))
     sharded: Any = parameter
@@ -189,8 +192,9 @@ def unsharded_gradient_bytes(module: nn.Module) -> int:
     for unit in fsdp2_units(module).values():
         group = unit._get_fsdp_state()._fsdp_param_group
         for parameter in () if group is None else group.fsdp_params:
-            dtype = parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype
-            total += parameter.sharded_param.numel() * dtype.itemsize
+            policy, sharded = group.mp_policy, parameter.sharded_param
+            dtype = policy.reduce_dtype or policy.param_dtype or sharded.dtype
+            total += sharded.numel() * dtype.itemsize
     return total
 
 

@@ -38,7 +38,7 @@ def test_scaled_fp16_gradients_whose_norm_passes_the_range_of_fp16_have_a_finite
     assert outcomes(reports) == ["applied"]
     assert norms == [pytest.approx(48.0 * math.sqrt(WIDTH), rel=1e-3)]
     expected = 48.0 if clip is None else 1.0 / math.sqrt(WIDTH)
-    if precision == "16-true" and make_optimizer is fused:
+    if precision == "16-true" and make_optimizer is fused and torch.__version__ < "2.14":
         expected = 0.0  # torch's own fault, see below
     assert model.moved().float().mean().item() == pytest.approx(expected, rel=2e-3)
 
@@ -96,9 +96,9 @@ def test_stock_clips_such_gradients_to_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_torch_fused_sgd_moves_no_16_bit_parameter_on_a_cpu(dtype: torch.dtype) -> None:
-    """Of 16 elements or more, in torch 2.13, without any plugin. When this fails the exception made above can go."""
+def test_torch_fused_sgd_before_2_14_moves_no_16_bit_parameter_on_a_cpu(dtype: torch.dtype) -> None:
+    """Of 16 elements or more, without any plugin; mended in torch 2.14."""
     parameter = torch.nn.Parameter(torch.zeros(16, dtype=dtype))
     parameter.grad = torch.ones(16, dtype=dtype)
     torch.optim.SGD([parameter], lr=1.0, fused=True).step()
-    assert parameter.tolist() == [0.0] * 16
+    assert parameter.tolist() == ([0.0] if torch.__version__ < "2.14" else [-1.0]) * 16

@@ -39,7 +39,10 @@ def run_on_ranks(
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job.pickle")
-        job.write_bytes(pickle.dumps((function.__module__, function.__qualname__, args, kwargs)))
+        module = function.__module__
+        if module == "__main__":  # a script's own function: the ranks load the script by its path
+            module = str(Path(sys.modules["__main__"].__file__ or "").resolve())
+        job.write_bytes(pickle.dumps((module, function.__qualname__, args, kwargs)))
         processes, outputs = [], []
         for rank in range(world_size):
             environment = {
@@ -114,6 +117,9 @@ def _main(job: str, result: str) -> None:
     module, name, args, kwargs = pickle.loads(Path(job).read_bytes())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    if module.endswith(".py"):
+        sys.path.insert(0, str(Path(module).parent))
+        module = Path(module).stem
     function = getattr(importlib.import_module(module), name)
     value = function(*args, **kwargs)
     temporary = Path(result + ".part")
