@@ -1,4 +1,4 @@
-"""Collectives and what they carry, a window, on two gloo ranks: AmpPrecision over Lightning's own plugins, FP16.
+"""Collectives and what they carry, a window, on gloo ranks: AmpPrecision over Lightning's own plugins, FP16.
 
 Bars: at most one small all-reduce more than stock; FSDP2 at accumulation 4 with sync_each_microbatch=False: a quarter
 of stock's reduce-scatters.
@@ -8,6 +8,7 @@ of stock's reduce-scatters.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import warnings
 from collections import Counter
@@ -67,13 +68,13 @@ def measure(strategy: str, which: str, accumulate: int) -> dict[str, tuple[float
         "ours": lambda: AmpPrecision("16-mixed", loss_scale=scale),
         "ours, deferred": lambda: AmpPrecision("16-mixed", loss_scale=scale, sync_each_microbatch=False),
     }
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    batches = halves(regression_batches(WINDOWS * accumulate), ranks)[rank]
     strategies = {
         "ddp": DDPStrategy,
         "fsdp1": CpuFSDPStrategy,
-        "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+        "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1),
     }
-    rank = torch.distributed.get_rank()
-    batches = halves(regression_batches(WINDOWS * accumulate), 2)[rank]
     counted = Counted(accumulate)
     fit_on_rank(
         RankedRegressor(layout=shard_units if strategy == "fsdp2" else None),
@@ -97,10 +98,13 @@ def measure_all(strategy: str, accumulate: int) -> dict[str, dict[str, tuple[flo
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    ranks = parser.parse_args().ranks
     rows = []
     for strategy in ("ddp", "fsdp1", "fsdp2"):
         for accumulate in (1, 4):
-            found = run_on_ranks(measure_all, 2, strategy, accumulate, timeout=240)[0]
+            found = run_on_ranks(measure_all, ranks, strategy, accumulate, timeout=240)[0]
             for which, collectives in found.items():
                 cells = [f"{name} {calls:g} ({elements:g})" for name, (calls, elements) in collectives.items()]
                 rows.append([strategy, str(accumulate), which, ", ".join(cells)])

@@ -5,6 +5,7 @@ The only place that knows FSDP1's and FSDP2's modules. Used by ``precision``.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -37,7 +38,8 @@ def grad_norm_of(module: nn.Module, consensus: Consensus, group_named: bool) -> 
     if not flat and not any(is_dtensor(p) for p in parameters.values()):
         return GradNorm()
     layouts = {name: _layout(parameter, flat) for name, parameter in parameters.items()}
-    everywhere = _ranks_with(layouts, consensus, group_named)
+    device = next(iter(parameters.values())).device
+    everywhere = _ranks_with(layouts, consensus, group_named, device)
     names = {id(parameter): name for name, parameter in parameters.items()}
 
     def holders(parameter: Tensor) -> int:
@@ -61,22 +63,29 @@ def _number_of_shards(parameter: Tensor) -> int:
     return shards
 
 
-def _ranks_with(mine: dict[str, Any], consensus: Consensus, group_named: bool) -> dict[str, int]:
-    """Number of ranks that hold a parameter (or a part of it), by name; one collective, at the start of a fit."""
+def _ranks_with(mine: dict[str, Any], consensus: Consensus, group_named: bool, device: torch.device) -> dict[str, int]:
+    """Number of ranks that hold a parameter (or a part of it), by name; a collective, at the start of a fit.
+
+    Ranks compare a digest of eight bytes. Only where it differs do they send each other the names themselves.
+    """
+    text = repr(sorted(mine.items())).encode()
+    digest = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+    digests = consensus.gather(torch.tensor([digest], dtype=torch.int64, device=device)).flatten().tolist()
+    if len(set(digests)) == 1:
+        return dict.fromkeys(mine, consensus.world_size)
     everyone: list[dict[str, Any]] = [{} for _ in range(consensus.world_size)]
     dist.all_gather_object(everyone, mine, group=getattr(consensus, "group", None))
     if not group_named:
-        for rank, theirs in enumerate(everyone):
-            different = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
-            if different:
-                raise ValueError(
-                    f"Ranks hold different parameters: {different[0]!r} is {_said(mine.get(different[0]))} on rank "
-                    f"{dist.get_rank()} and {_said(theirs.get(different[0]))} on rank {rank} ({len(different)} "
-                    "differ). With "
-                    "pipeline or expert parallelism the verdict and the norm need the group of ranks that together "
-                    "hold one "
-                    "model: AmpPrecision(process_group=...)."
-                )
+        first, other = everyone[0], digests.index(next(d for d in digests if d != digests[0]))
+        theirs = everyone[other]
+        different = sorted(name for name in first.keys() | theirs.keys() if first.get(name) != theirs.get(name))
+        name = different[0]
+        raise ValueError(
+            f"Ranks hold different parameters: {name!r} is {_said(first.get(name))} on rank 0 and "
+            f"{_said(theirs.get(name))} on rank {other} ({len(different)} differ). With pipeline or expert parallelism "
+            "the verdict and the norm need the group of ranks that together hold one model: "
+            "AmpPrecision(process_group=...)."
+        )
     return {name: sum(name in theirs for theirs in everyone) for name in mine}
 
 
