@@ -28,8 +28,8 @@ class OpenWindow:
         found_inf: 0-dim FP32 tensor, above 0 if a gradient was found to be non-finite; ``None`` before any check.
         found_here: The same of this rank alone, where ranks agree on ``found_inf``.
         unscaled: Whether the gradients have been divided by the scale.
-        terms: What all ranks agreed on, ``[overflows, forward overflows, items, norm squared]``; ``None`` in a single
-            process.
+        terms: What all ranks agreed on, ``[overflows, forward overflows, items, ranks that count items, norm
+            squared]``; ``None`` in a single process.
         parameters: The optimizer's parameters with gradients, as unscaled.
         norm: Global norm of the unscaled gradients before clipping, where it was measured.
         norm_at: Number of the backward after which ``norm`` was measured; a later backward makes it stale.

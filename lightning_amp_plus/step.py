@@ -219,6 +219,10 @@ class StepSequence:
         if window.gradient_factor != 1.0:
             factor = factor * window.gradient_factor
         if window.num_items is not None and self.consensus.world_size == 1:
+            if window.num_items == 0 and not isinstance(window.num_items, Tensor):
+                raise ValueError(
+                    "training_step returned num_items that add up to 0 over the window: a loss over nothing."
+                )
             factor = factor / _scalar(window.num_items, device)
         return factor
 
@@ -235,6 +239,8 @@ class StepSequence:
         """
         state = self.ledger.window_of(optimizer)
         parameters = parameters_with_gradients(optimizer)
+        if self.grad_norm.sharded and not state.unscaled:
+            settle_partial(parameters)
         gradients = dense_gradients(parameters)
         if not gradients and not self.grad_norm.sharded:
             return
@@ -334,6 +340,8 @@ class StepSequence:
                 _add_verdict(state, torch.ones((), device=self._device(optimizer)))
             self._agree(optimizer, state, window)
             if raw is not None:
+                # The window still closes here as on the other ranks, which go on to name the ranks that overflowed.
+                self._step_or_skip(optimizer, window, state, lambda: None, None, host_verdict, nothing)
                 raise RuntimeError(raw)
             hooks()
             return self._step_or_skip(optimizer, window, state, step, result, host_verdict, nothing)
@@ -448,19 +456,23 @@ class StepSequence:
             state.found_here,
             self.ledger.forward_overflow(optimizer, device),
             _scalar(0.0 if items is None else items, device),
+            _scalar(0.0 if items is None else 1.0, device),
         ]
         if isinstance(self.grad_norm, ShardedGradNorm):
             terms.append(self.grad_norm.square_sum(parameters, device))
         wide = torch.float32 if device.type == "mps" else torch.float64
         state.terms = self.consensus.agree(torch.stack([term.to(wide) for term in terms]))
-        state.found_inf = state.terms[0].clamp(max=1.0).float()
+        # No items at all, or items on some ranks only, is nothing to step on: it counts as an overflow everywhere.
+        counting = state.terms[3]
+        unusable = (counting > 0) * ((counting < self.consensus.world_size) | (state.terms[2] == 0))
+        state.found_inf = (state.terms[0] + unusable).clamp(max=1.0).float()
         weight: float | Tensor = 1.0
         if items is not None:
             # The strategy averages over ranks, so the sum over all ranks is world_size times what is in the buffers.
             weight = self.consensus.world_size / state.terms[2]
             multiply(dense_gradients(parameters), weight)
         if self.grad_norm.sharded:
-            state.norm, state.norm_at = state.terms[3].sqrt() * weight, self.ledger.backwards
+            state.norm, state.norm_at = state.terms[4].sqrt() * weight, self.ledger.backwards
 
     def _device(self, optimizer: Optimizer) -> torch.device:
         losses = self.ledger.losses_of(optimizer)
@@ -504,6 +516,7 @@ class StepSequence:
             if not self._read_verdict(optimizer, state) and parameters:
                 result = step()
         else:
+            _start_momentum(optimizer, parameters)
             fused: Any = optimizer
             fused.grad_scale, fused.found_inf = None, state.found_inf
             try:
@@ -513,6 +526,8 @@ class StepSequence:
             if host_verdict:
                 on_host = True
                 self._read_verdict(optimizer, state)
+        if state.overflowed and state.terms is not None:
+            self._refuse_uneven_items(float(state.terms[3]))
         self.ledger.mark_consumed(parameters)
         values = self._update(optimizer, state, on_host)
         try:
@@ -522,6 +537,14 @@ class StepSequence:
                 for parameter in parameters:
                     parameter.grad = None
         return result
+
+    def _refuse_uneven_items(self, counting: float) -> None:
+        """Raises on every rank alike if only some ranks' ``training_step`` returned ``num_items``."""
+        if 0 < counting < self.consensus.world_size:
+            raise ValueError(
+                f"training_step returned num_items on {counting:g} of {self.consensus.world_size} ranks. Summed and "
+                "averaged losses cannot be mixed: return it on every rank or on none."
+            )
 
     def _update(self, optimizer: Optimizer, state: OpenWindow, on_host: bool) -> Values:
         """Moves the scale by this window's verdict and collects the report's values."""
@@ -658,9 +681,23 @@ def _needs_verdict(optimizer: Optimizer) -> bool:
     kind: Any = type(optimizer)
     if not getattr(optimizer, "_step_supports_amp_scaling", False) or _takes_grad_scaler(kind):
         return True
-    # torch's fused SGD leaves the momentum buffer it just made uninitialized when its first step is skipped.
-    momentum = isinstance(optimizer, torch.optim.SGD) and any(group["momentum"] for group in optimizer.param_groups)
-    return momentum and len(optimizer.state) < sum(len(group["params"]) for group in optimizer.param_groups)
+    # Dampening does not apply to SGD's first step, so a momentum buffer started at zero would not do (_start_momentum).
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        g["momentum"] and g["dampening"] for g in optimizer.param_groups
+    )
+
+
+def _start_momentum(optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    """Starts the momentum of fused SGD at zero, which its first step makes the gradient, as torch does.
+
+    torch itself leaves the buffer it has just made uninitialized if that first step is skipped.
+    """
+    if not isinstance(optimizer, torch.optim.SGD) or not any(group["momentum"] for group in optimizer.param_groups):
+        return
+    if len(optimizer.state) < sum(len(group["params"]) for group in optimizer.param_groups):
+        for parameter in parameters:
+            if optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 @functools.cache

@@ -48,8 +48,7 @@ class ItemCounts:
         """The window's number of items, or ``None`` where ``training_step`` does not return it.
 
         Raises:
-            ValueError: If some micro-batches of the window came with ``num_items`` and others without, or the total is
-                0.
+            ValueError: If some micro-batches of the window came with ``num_items`` and others without.
         """
         counts = [count for count in self._counts if count is not None]
         if not counts:
@@ -63,7 +62,4 @@ class ItemCounts:
         if tensors:
             device = tensors[0].device
             return torch.stack([torch.as_tensor(c, dtype=torch.float64, device=device) for c in counts]).sum()
-        total = float(sum(counts))
-        if total == 0:
-            raise ValueError("training_step returned num_items that add up to 0 over the window; a loss over no items.")
-        return total
+        return float(sum(counts))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_amp_plus.casts import DTYPES
 from lightning_amp_plus.routing import RoutePlan
@@ -33,13 +34,16 @@ def grad_norm_of(module: nn.Module, consensus: Consensus, group_named: bool) -> 
     """
     if consensus.world_size == 1:
         return GradNorm()
+    if isinstance(module, DistributedDataParallel):
+        return GradNorm()  # replicas, compared by DDP itself
     flat = _flat_parameters(module)
     parameters = dict(module.named_parameters())
-    if not flat and not any(is_dtensor(p) for p in parameters.values()):
-        return GradNorm()
     layouts = {name: _layout(parameter, flat) for name, parameter in parameters.items()}
     device = next(iter(parameters.values())).device
     everywhere = _ranks_with(layouts, consensus, group_named, device)
+    alike = all(ranks == consensus.world_size for ranks in everywhere.values())
+    if alike and not flat and not any(is_dtensor(p) for p in parameters.values()):
+        return GradNorm()
     names = {id(parameter): name for name, parameter in parameters.items()}
 
     def holders(parameter: Tensor) -> int:
@@ -58,7 +62,8 @@ def _number_of_shards(parameter: Tensor) -> int:
     sharded: Any = parameter
     shards = 1
     for dim, placement in enumerate(sharded.placements):
-        if placement.is_shard():
+        # Not is_shard(): FSDP2 over tensor parallel has strided shards, which say no to that.
+        if not placement.is_replicate() and not placement.is_partial():
             shards *= sharded.device_mesh.size(dim)
     return shards
 
