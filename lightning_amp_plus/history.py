@@ -96,17 +96,18 @@ class History:
     def absorb(self, report: StepReport) -> None:
         """Counts one report; those without a verdict (no backward, no gradients) count nowhere."""
         outcome = report.outcome
-        if outcome not in ("applied", "skipped_overflow"):
-            return
         if outcome == "applied":
             self.applied += 1
             self.consecutive_skips = 0
-        else:
+        elif outcome == "skipped_overflow":
             self.skipped += 1
             self.consecutive_skips += 1
-        self.growths += report.next_scale > report.scale
-        self.backoffs += report.next_scale < report.scale
-        self.scales._append(report.next_scale)
+        else:
+            return
+        before, after = report.scale, report.next_scale
+        self.growths += after > before
+        self.backoffs += after < before
+        self.scales._append(after)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain types for the checkpoint."""

@@ -131,7 +131,7 @@ class Journal:
     def settle(self) -> History:
         """The history with every report counted: one transfer for all that only the device knew, none without any."""
         pending, self._pending = self._pending, []
-        resolve(report for report in pending if isinstance(report.values.found_inf, Tensor))
+        resolve([report for report in pending if isinstance(report.values.found_inf, Tensor)])
         for report in pending:
             self.history.absorb(report)
             if report.outcome == "skipped_overflow" and "skip" not in self._warned:

@@ -55,19 +55,22 @@ class StepReport:
         """``applied``, or why the optimizer did not step."""
         if self.verdictless is not None:
             return self.verdictless
-        resolve([self])
+        if isinstance(self.values.found_inf, Tensor):
+            resolve([self])
         return "skipped_overflow" if self.values.found_inf else "applied"
 
     @property
     def scale(self) -> float:
         """What this window's losses were multiplied by (1.0 without a loss scale)."""
-        resolve([self])
+        if isinstance(self.values.scale, Tensor):
+            resolve([self])
         return float(self.values.scale)
 
     @property
     def next_scale(self) -> float:
         """The loss scale after this window's update."""
-        resolve([self])
+        if isinstance(self.values.next_scale, Tensor):
+            resolve([self])
         return float(self.values.next_scale)
 
     @property
