@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
+from lightning_amp_plus.metrics.skip_rate import skip_rate
 from lightning_amp_plus.step_report import StepReport
 
 _MAX_RUNS = 4096
@@ -91,7 +92,7 @@ class History:
     @property
     def skip_rate(self) -> float:
         """Share of windows skipped for an overflow since the start; 0.0 before the first window."""
-        return self.skipped / max(1, self.applied + self.skipped)
+        return skip_rate(self.skipped, self.applied + self.skipped)
 
     def absorb(self, report: StepReport) -> None:
         """Counts one report; those without a verdict (no backward, no gradients) count nowhere."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_amp_plus.history import History
+from lightning_amp_plus.metrics import skip_rate
 from lightning_amp_plus.precision import AmpPrecision
 from lightning_amp_plus.step import Window
 from lightning_amp_plus.step_report import StepReport, resolve
@@ -223,7 +224,7 @@ class LossScaleMonitor(pl.Callback):
         assert self._plugin is not None and self._latest is not None
         self._count_waiting()
         history = self._plugin.history
-        rate = sum(outcome != _APPLIED for outcome in self._outcomes) / max(1, len(self._outcomes))
+        rate = skip_rate(sum(outcome != _APPLIED for outcome in self._outcomes), len(self._outcomes))
         # Away from a log point the norm is there only if clipping measured it.
         norm = self._due.grad_norm if self._due is not None else self._latest.values.grad_norm
         values: dict[str, float] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -10,25 +10,31 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 
-def skip_rate(skipped: int | Tensor, windows: int | Tensor) -> Tensor:
+@overload
+def skip_rate(skipped: int, windows: int) -> float: ...
+@overload
+def skip_rate(skipped: Tensor, windows: Tensor) -> Tensor: ...
+def skip_rate(skipped: int | Tensor, windows: int | Tensor) -> float | Tensor:
     """Share of windows that were skipped.
 
     Args:
         skipped: Number of skipped windows, or a tensor of numbers of any shape.
-        windows: Number of all windows, skipped ones included; of the same shape.
+        windows: Number of all windows, skipped ones included; of the same kind and shape.
 
     Returns:
-        ``skipped / windows`` in FP32, in that shape; 0 where there was no window.
+        ``skipped / windows``, as a float for numbers and in FP32 for tensors; 0 where there was no window.
 
     Example:
         >>> import torch
         >>> from lightning_amp_plus.metrics import skip_rate
         >>> skip_rate(1, 4)
-        tensor(0.2500)
+        0.25
         >>> skip_rate(torch.tensor([0, 3]), torch.tensor([0, 4]))
         tensor([0.0000, 0.7500])
     """
-    return torch.as_tensor(skipped).float() / torch.as_tensor(windows).clamp(min=1)
+    if isinstance(skipped, Tensor) or isinstance(windows, Tensor):
+        return torch.as_tensor(skipped).float() / torch.as_tensor(windows).clamp(min=1)
+    return skipped / max(1, windows)
 
 
 class SkipRate(Metric):
