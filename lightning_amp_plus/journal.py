@@ -29,8 +29,8 @@ class Journal:
     Args:
         scaled: Whether the run has a loss scale.
         max_consecutive_skips: Number of skips in a row at which the run is stopped.
-        static: Whether that scale never changes.
         warn: Called with a message for the user.
+        static: Whether the loss scale never changes.
     """
 
     def __init__(
@@ -110,9 +110,8 @@ class Journal:
                 if mine != theirs:
                     raise RuntimeError(
                         f"Ranks disagree {when}: {name} is {mine:g} on rank 0 and {theirs:g} on rank {rank}. From here "
-                        "on "
-                        "their weights drift apart. Something changed the scale or skipped a step on some ranks only; "
-                        "resume from a checkpoint saved before, and look for code that calls scaler.update() or "
+                        "on their weights drift apart. Something changed the scale or skipped a step on some ranks "
+                        "only; resume from a checkpoint saved before, and look for code that calls scaler.update() or "
                         "optimizer.step() past the plugin."
                     )
 
@@ -151,9 +150,8 @@ class Journal:
         moved = report.next_scale != report.scale
         scale = f"went from {report.scale:g} to {report.next_scale:g}" if moved else f"stays at {report.scale:g}"
         return (
-            f"{start}The loss scale {scale}. A few skips while the scale "
-            "finds "
-            "its level are normal. Said once; see plugin.history or add LossScaleMonitor()."
+            f"{start}The loss scale {scale}. A few skips while the scale finds its level are normal. Said once; see "
+            "plugin.history or add LossScaleMonitor()."
         )
 
     def _check_health(self) -> None:
@@ -175,13 +173,11 @@ class Journal:
             raise SkipLimitError(
                 f"{skips} windows in a row were skipped, up to step {report.step}, because gradients were not finite: "
                 f"overflow in the {origin} pass; {where}. Look at the data and the learning rate of these steps, lower "
-                "the "
-                f"learning rate, or clip gradients (gradient_clip_val). {limit}"
+                f"the learning rate, or clip gradients (gradient_clip_val). {limit}"
             )
         remedy = (
-            "the loss itself is not finite, which no loss scale can mend: activations beyond 65504 need bf16-mixed, or "
-            "a "
-            "rule that keeps the layer in fp32"
+            "the loss itself is not finite, which no loss scale can mend: activations beyond 65504 need bf16-mixed, "
+            "or a rule that keeps the layer in fp32"
             if origin == "forward"
             else "use bf16-mixed, or a rule that keeps this layer in fp32, or lower the learning rate"
         )
@@ -203,10 +199,11 @@ class Journal:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state_dict()``."""
+        windows, history = int(state["windows"]), History()
+        history.load_state_dict(state["history"])
         self._pending.clear()
         self.last_report = None
-        self.windows = int(state["windows"])
-        self.history.load_state_dict(state["history"])
+        self.windows, self.history = windows, history
         if self.history.skipped:
             self._warned.add("skip")  # said in the run that is continued
 
@@ -232,11 +229,9 @@ class Journal:
 
 def _below_one(report: StepReport) -> str:
     return (
-        f"The loss scale fell to {report.next_scale:g}, below 1, at step {report.step}: it now shrinks gradients "
-        "instead of "
-        "lifting them. Activations or gradients come near FP16's limit of 65504; consider bf16-mixed or a rule that "
-        "keeps "
-        "the layers in fp32."
+        f"The loss scale fell to {report.next_scale:g}, below 1, at step {report.step}: it now shrinks gradients instead "
+        "of lifting them. Activations or gradients come near FP16's limit of 65504; consider bf16-mixed or a rule that "
+        "keeps the layers in fp32."
     )
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_amp_plus.scaling.gradients import dense_gradients, parameters_with_gradients
+from lightning_amp_plus.scaling.gradients import dense_gradients, parameters_of, parameters_with_gradients
 
 _KEPT_LOSSES = 1024  # per window; in a longer one the oldest are not looked at for the overflow's origin
 _CONSUMED = "_lightning_amp_plus_consumed"
@@ -34,6 +35,7 @@ class OpenWindow:
         norm: Global norm of the unscaled gradients before clipping, where it was measured.
         norm_at: Number of the backward after which ``norm`` was measured; a later backward makes it stale.
         known_norm: ``norm`` on the host, where it came along with the verdict.
+        clipped: Whether the gradients were clipped since, so that ``norm`` is no longer theirs.
         overflowed: The verdict, once the host has read it.
     """
 
@@ -45,6 +47,7 @@ class OpenWindow:
     norm: Tensor | None = None
     norm_at: int = -1
     known_norm: float | None = None
+    clipped: bool = False
     overflowed: bool | None = None
 
 
@@ -69,8 +72,9 @@ class Ledger:
         """
         handles = []
         for optimizer in self.optimizers:
-            trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            for parameter in {id(p): p for p in (*trained[:1], *trained[-1:])}.values():
+            trained = [p for p in parameters_of(optimizer) if p.requires_grad]
+            watched: dict[int, Any] = {id(p): p for p in (*trained[:1], *trained[-1:])}
+            for parameter in watched.values():
                 handles.append(parameter.register_post_accumulate_grad_hook(self._note_foreign))
 
         def end() -> None:
@@ -86,9 +90,7 @@ class Ledger:
     def has_foreign_gradient(self, optimizer: Optimizer) -> bool:
         """Whether a backward past the plugin has written to a gradient that is still there."""
         return bool(self._foreign) and any(
-            p.grad is not None and self._foreign.get(id(p)) is p.grad
-            for group in optimizer.param_groups
-            for p in group["params"]
+            p.grad is not None and self._foreign.get(id(p)) is p.grad for p in parameters_of(optimizer)
         )
 
     def discard(self) -> None:
@@ -117,7 +119,7 @@ class Ledger:
         """The optimizer's window is over, whatever became of it."""
         self._open.pop(id(optimizer), None)
         if self._foreign:
-            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            mine = {id(p) for p in parameters_of(optimizer)}
             self._foreign = {key: gradient for key, gradient in self._foreign.items() if key not in mine}
         self._stepped_at[id(optimizer)] = self.backwards
         if len(self.optimizers) < 2:
@@ -163,7 +165,7 @@ class Ledger:
         """Gradients of *other* optimizers that still carry the present scale while ``optimizer`` steps."""
         if not self.manual or len(self.optimizers) < 2:
             return []
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = {id(p) for p in parameters_of(optimizer)}
         held = {
             id(p): p
             for other in self.optimizers

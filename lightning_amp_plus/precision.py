@@ -9,44 +9,49 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
-from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from lightning_utilities import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus.casts import DTYPES
 from lightning_amp_plus.history import History
 from lightning_amp_plus.integration.averaging import gate_averaging
+from lightning_amp_plus.integration.checks import idle_optimizer, refuse_half_parameters, refuse_lbfgs
 from lightning_amp_plus.integration.instance_hooks import InstanceHooks
 from lightning_amp_plus.integration.items import ItemCounts
 from lightning_amp_plus.integration.schedulers import gate_schedulers
 from lightning_amp_plus.integration.sharding import (
     check_fsdp2_units,
     defer_gradient_sync,
+    fsdp1_config,
+    fsdp2_config,
     fsdp2_units,
     grad_norm_of,
+    is_fsdp1,
     unsharded_gradient_bytes,
 )
 from lightning_amp_plus.integration.strategies import consensus_of, device_type, refuse_strategy
 from lightning_amp_plus.integration.throughput import correct_throughput_monitors
+from lightning_amp_plus.integration.windows import closes_window, closing_window, starts_window
 from lightning_amp_plus.matching import compute_of
 from lightning_amp_plus.policy import PrecisionPolicy, Rule, StorageFormat
-from lightning_amp_plus.routing import RoutePlan, plan
+from lightning_amp_plus.routing import RoutePlan, plan, refuse_fp8
 from lightning_amp_plus.scaling.loss_scale import LossScale
 from lightning_amp_plus.scaling.master_weights import MasterWeights
 from lightning_amp_plus.scaling.scaler import LossScaler, make_scaler
-from lightning_amp_plus.step import StepSequence, Window
+from lightning_amp_plus.step import StepSequence
 from lightning_amp_plus.step_report import StepReport
+from lightning_amp_plus.window import Window
 
 CHECKPOINT_KEY = "lightning_amp_plus"
 SCHEMA_VERSION = 1
@@ -64,7 +69,8 @@ class AmpPrecision(FSDPPrecision):
             configures the dynamic one, a number is a static scale, ``None`` is none (with a warning in FP16), and a
             ``torch.amp.GradScaler`` (or torch's ShardedGradScaler) lends its present scale and factors.
         check_finite: Skip windows with non-finite gradients also where there is no loss scale. One device-to-host
-            transfer a step (none with a fused optimizer); ``False`` gives exactly what stock Lightning does.
+            transfer a step; with a fused optimizer none, unless a per-step scheduler or weight averaging asks.
+            ``False`` gives exactly what stock Lightning does.
         max_consecutive_skips: Number of skipped windows in a row at which the run stops with a :class:`SkipLimitError`.
             By default 100 where a loss scale can still be lowered, else 10.
         advance_scheduler_on_skip: Let per-step schedulers advance on skipped windows too, as stock Lightning does.
@@ -99,33 +105,20 @@ class AmpPrecision(FSDPPrecision):
         # FSDPPrecision's constructor is not run: it would make a scaler of its own and knows five strings only.
         if not isinstance(policy, PrecisionPolicy):
             policy = PrecisionPolicy.from_string(policy)
-        if policy.uses_fp8:
-            raise ValueError(
-                "FP8 is not available yet in this version: the policy asks for compute='fp8'. Use 'bf16-mixed', which "
-                "is what "
-                "FP8 training runs in around its matrix products."
-            )
+        refuse_fp8(policy)
         if partial_window not in ("lightning", "mean"):
             raise ValueError(f"partial_window={partial_window!r}: expected 'lightning' or 'mean'.")
         scaler = make_scaler(loss_scale, fp16=policy.base_compute == "fp16", warn=_warn)
         if scaler is not None and not check_finite:
             raise ValueError(
                 "check_finite=False together with a loss scale: the scale is steered by that check. Leave check_finite "
-                "at True, or "
-                "pass loss_scale=None."
+                "at True, or pass loss_scale=None."
             )
         if max_consecutive_skips is None:
             max_consecutive_skips = 100 if scaler is not None and scaler.dynamic else 10
-        if (
-            isinstance(max_consecutive_skips, bool)
-            or not isinstance(max_consecutive_skips, int)
-            or max_consecutive_skips < 1
-        ):
-            raise ValueError(f"max_consecutive_skips={max_consecutive_skips!r}: expected a whole number of at least 1.")
-        if check_ranks_every is not None and (isinstance(check_ranks_every, bool) or check_ranks_every < 1):
-            raise ValueError(
-                f"check_ranks_every={check_ranks_every!r}: expected None or a number of windows, at least 1."
-            )
+        _whole("max_consecutive_skips", max_consecutive_skips)
+        if check_ranks_every is not None:
+            _whole("check_ranks_every", check_ranks_every)
         self.policy = policy
         self.precision = policy.lightning_precision
         self.check_finite = check_finite
@@ -145,6 +138,7 @@ class AmpPrecision(FSDPPrecision):
         self._hooks = InstanceHooks()
         self._items = ItemCounts()
         self._verdict_awaited = False
+        self._notes: tuple[str, ...] = ()
 
     # ---------------------------------------------------------------- what people and callbacks read
 
@@ -226,15 +220,15 @@ class AmpPrecision(FSDPPrecision):
         if isinstance(module, pl.LightningModule) and trainer is not None:
             refuse_strategy(trainer.strategy)
             self.device = device_type(trainer.strategy)
-        self._refuse_half_parameters(module)
+        refuse_half_parameters(module, self.policy)
         self._apply_plan(module, self._moves)
         self._module = module
         return module
 
     def _apply_plan(self, module: Module, moves: tuple[Rule, ...]) -> None:
         policy = replace(self.policy, rules=(*self.policy.rules, *moves))
-        new = plan(module, policy, hardware=self.device)
-        sharded = fsdp2_units(module) or self._strategy_is_fsdp1(module)
+        new = replace(plan(module, policy, hardware=self.device), notes=self._notes)
+        sharded = fsdp2_units(module) or is_fsdp1(module)
         if self._masters is not None and not sharded:
             self._masters.capture(module.parameters())
         for warning in check_fsdp2_units(module, new):
@@ -242,11 +236,6 @@ class AmpPrecision(FSDPPrecision):
         # FSDP keeps FP32 shards and computes with 16-bit copies by itself: those shards are the master weights.
         new.apply(module, storage=not (sharded and self.policy.master_weights))
         self.plan = new
-
-    @staticmethod
-    def _strategy_is_fsdp1(module: Module) -> bool:
-        trainer = getattr(module, "_trainer", None)
-        return trainer is not None and isinstance(trainer.strategy, FSDPStrategy)
 
     def fsdp2_policy(self, module: Module, name: str | None = None) -> Any:
         """The ``mp_policy`` for ``fully_shard(module, mp_policy=...)``, as this plugin's policy wants it.
@@ -259,29 +248,7 @@ class AmpPrecision(FSDPPrecision):
             A ``torch.distributed.fsdp.MixedPrecisionPolicy``: 16-bit copies for computing, the policy's ``reduce``
             format for communication, inputs left to autocast.
         """
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
-        compute = compute_of(module, name, self.policy)
-        return MixedPrecisionPolicy(
-            param_dtype=DTYPES[compute], reduce_dtype=DTYPES[self.policy.reduce], cast_forward_inputs=False
-        )
-
-    def _refuse_half_parameters(self, module: Module) -> None:
-        """A trainable FP16 parameter under autocast gets FP16 gradients; unscaling those loses digits."""
-        if self.policy.params == "fp16" or self.policy.base_compute == "fp32":
-            return
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad and parameter.dtype == torch.float16:
-                owner = name.rpartition(".")[0] or type(module).__name__
-                raise ValueError(
-                    f"Module {owner!r} has a trainable parameter stored in FP16 ({name!r}), but precision "
-                    f"{self.precision!r} keeps "
-                    "trainable parameters in FP32 and computes in 16 bits by autocast. Remove the .half() call "
-                    "(module.float()), "
-                    "freeze the parameter (requires_grad_(False)), or use PrecisionPolicy(compute='fp16', "
-                    "params='fp16', "
-                    "master_weights=True)."
-                )
+        return fsdp2_config(compute_of(module, name, self.policy), self.policy)
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[None]:
@@ -340,13 +307,7 @@ class AmpPrecision(FSDPPrecision):
         With FP32 parameters autocast makes the 16-bit copies, and gradients of inner micro-batches add up in FP32; with
         ``params="bf16", master_weights=True`` FSDP makes them, gathers in 16 bits, and its FP32 shards are the masters.
         """
-        from torch.distributed.fsdp import MixedPrecision as FsdpMixedPrecision
-
-        return FsdpMixedPrecision(
-            param_dtype=DTYPES[self.policy.params],
-            reduce_dtype=DTYPES[self.policy.reduce],
-            buffer_dtype=DTYPES[self.policy.buffers or self.policy.params],
-        )
+        return fsdp1_config(self.policy)
 
     # ---------------------------------------------------------------- binding to a run
 
@@ -364,41 +325,43 @@ class AmpPrecision(FSDPPrecision):
         if trainer.state.fn != TrainerFn.FITTING:
             return model, optimizers, lr_schedulers
         for optimizer in optimizers:
-            self._refuse_lbfgs(optimizer)
-            _warn_of_idle_sgd(optimizer)
-        sharded = bool(fsdp2_units(model)) or self._strategy_is_fsdp1(module)
-        masters = None if sharded else self._masters
+            if self.scaler is not None:
+                refuse_lbfgs(optimizer, self.precision)
+        # All that can be refused comes before anything is changed.
+        consensus = consensus_of(trainer.strategy, self.process_group)
+        grad_norm = grad_norm_of(model, consensus, self.process_group is not None)
+        before_backward = None if self.sync_each_microbatch else self._deferral(model, trainer)
+        masters = None if fsdp2_units(model) or is_fsdp1(module) else self._masters
         if masters is not None:
             masters.attach(module.parameters())
-            for optimizer in optimizers:
+        for optimizer in optimizers:
+            if masters is not None:
                 masters.attach_optimizer(optimizer)
+            elif (warning := idle_optimizer(optimizer)) is not None:
+                _warn(warning)
         self._items.clear()
-        consensus = consensus_of(trainer.strategy, self.process_group)
         self._sequence.begin_fit(
             optimizers,
             module.named_parameters,
             manual=not module.automatic_optimization,
             consensus=consensus,
-            grad_norm=grad_norm_of(model, consensus, self.process_group is not None),
+            grad_norm=grad_norm,
             masters=masters,
             settle_every=max(1, trainer.log_every_n_steps or 50),
             device=trainer.strategy.root_device,
-            before_backward=None if self.sync_each_microbatch else self._deferral(model, trainer),
+            before_backward=before_backward,
         )
         averaging = gate_averaging(trainer.callbacks, self._was_skipped, self._hooks)
         scheduling = False
         if module.automatic_optimization:
-            self._hooks.wrap(trainer.strategy, "training_step", self._watch_items)
+            self._hooks.wrap(trainer.strategy, "training_step", partial(self._watch_items, trainer))
             if not self.advance_scheduler_on_skip:
                 lr_schedulers, scheduling = gate_schedulers(lr_schedulers, self._was_skipped)
         self._verdict_awaited = averaging or scheduling
         return model, optimizers, lr_schedulers
 
     def _deferral(self, model: Module, trainer: pl.Trainer) -> Callable[[], None]:
-        def closing() -> bool:
-            return trainer.is_last_batch or (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
-
-        deferral = defer_gradient_sync(model, closing)
+        deferral = defer_gradient_sync(model, lambda: closes_window(trainer))
         module = self._module
         if deferral is None or not isinstance(module, pl.LightningModule) or not module.automatic_optimization:
             found = "manual optimization" if deferral is not None else "no module with fully_shard"
@@ -409,29 +372,24 @@ class AmpPrecision(FSDPPrecision):
             )
         held = unsharded_gradient_bytes(model) / 2**20
         note = f"sync_each_microbatch=False holds {held:,.1f} MiB of unsharded gradients a rank until a window closes."
+        self._notes = (note,)
         if self.plan is not None:
-            self.plan = replace(self.plan, notes=(*self.plan.notes, note))
+            self.plan = replace(self.plan, notes=self._notes)
         return deferral
 
     def _was_skipped(self) -> bool:
         report = self._sequence.journal.last_report
         return report is not None and report.outcome in ("skipped_overflow", "skipped_no_backward")
 
-    def _watch_items(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch_items(self, trainer: pl.Trainer, training_step: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._starts_window():
+            if starts_window(trainer):
                 self._discard_window()
             output = training_step(*args, **kwargs)
             self._items.note(output)
             return output
 
         return watched
-
-    def _starts_window(self) -> bool:
-        """Whether this micro-batch is the first of its window: Lightning zeroes the gradients then, consumed or not."""
-        assert isinstance(self._module, pl.LightningModule)
-        trainer = self._module.trainer
-        return bool(trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0)
 
     def _discard_window(self) -> None:
         self._sequence.ledger.discard()
@@ -480,7 +438,8 @@ class AmpPrecision(FSDPPrecision):
         self, optimizer: Optimizer, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """One window: unscale once, verdict, hooks, clipping, step or skip, update."""
-        self._refuse_lbfgs(optimizer)
+        if self.scaler is not None:
+            refuse_lbfgs(optimizer, self.precision)
 
         def hooks() -> None:
             with self._outside_autocast(model):
@@ -536,28 +495,7 @@ class AmpPrecision(FSDPPrecision):
             self._items.clear()
 
     def _window(self) -> Window:
-        """The window that closes now, weighted. Called after the closing micro-batch's backward."""
-        module = self._module
-        trainer = getattr(module, "_trainer", None)
-        if not isinstance(module, pl.LightningModule) or trainer is None:
-            return Window(0)
-        if not module.automatic_optimization:
-            return Window(trainer.global_step)
-        batches = trainer.accumulate_grad_batches
-        size = trainer.fit_loop.batch_idx % batches + 1
-        items = self._items.total()
-        # Lightning has divided each micro-batch's loss by `batches`; a sum over items wants none of that.
-        factor = float(batches) if items is not None else batches / size if self.partial_window == "mean" else 1.0
-        return Window(trainer.global_step, size, trainer.is_last_batch, factor, items)
-
-    def _refuse_lbfgs(self, optimizer: Optimizer) -> None:
-        if self.scaler is not None and isinstance(optimizer, LBFGS):
-            raise MisconfigurationException(
-                f"{type(optimizer).__name__} evaluates the loss many times in one step, and a loss scale (precision "
-                f"{self.precision!r}) is updated once a step, so an overflow in mid-step could not be undone. Use "
-                "'bf16-mixed' or "
-                "'32-true' with LBFGS, or AdamW with FP16."
-            )
+        return closing_window(self._module, self._items, mean_of_partial=self.partial_window == "mean")
 
     @override
     def clip_gradients(
@@ -616,25 +554,22 @@ class AmpPrecision(FSDPPrecision):
         if version != SCHEMA_VERSION:
             raise ValueError(
                 f"The precision state in the checkpoint has schema_version {version!r}; this version of "
-                "lightning_amp_plus reads "
-                f"{SCHEMA_VERSION}. Resume with the version that wrote it."
+                f"lightning_amp_plus reads {SCHEMA_VERSION}. Resume with the version that wrote it."
             )
+        missing = [key for key in ("scaler", "windows", "history", "moves") if key not in state_dict]
+        if missing:
+            raise ValueError(f"The precision state in the checkpoint lacks {missing}; found {sorted(state_dict)}.")
         if (self._masters is not None) != ("master_weights" in state_dict):
-            raise ValueError(
-                "The checkpoint was saved "
-                + (
-                    "without master weights, but this run keeps them."
-                    if self._masters
-                    else "with master weights, which this run does not keep."
-                )
-            )
-        self._sequence.load_state_dict(state_dict)
+            saved, now = ("without", "keeps them") if self._masters is not None else ("with", "does not keep any")
+            raise ValueError(f"The checkpoint was saved {saved} master weights, but this run {now}.")
+        # What can be refused comes first; the sequence checks its own part before it takes it.
         moves = tuple(Rule(**move) for move in state_dict["moves"])
+        self._sequence.load_state_dict(state_dict)
+        if self._masters is not None:
+            self._masters.load_state_dict(state_dict["master_weights"], self._named_parameters())
         if self._module is not None and moves != self._moves:
             self._apply_plan(self._module, moves)
         self._moves = moves
-        if self._masters is not None:
-            self._masters.load_state_dict(state_dict["master_weights"], self._named_parameters())
 
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
         return self._module.named_parameters() if self._module is not None else ()
@@ -656,15 +591,19 @@ class AmpPrecision(FSDPPrecision):
         elif self.scaler is not None:
             _warn(
                 "The checkpoint holds no state of lightning_amp_plus (it was written without AmpPrecision), so the "
-                "loss scale starts "
-                f"at {self.scaler.get_scale():g}."
+                f"loss scale starts at {self.scaler.get_scale():g}."
             )
 
     # ---------------------------------------------------------------- copies
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings, scale and counts travel to another process; the run they were used in does not."""
-        dropped = ("_module", "_hooks", "_items", "_verdict_awaited")
+        if self.process_group is not None:
+            raise TypeError(
+                "AmpPrecision(process_group=...) can be neither pickled nor copied: a process group belongs to its "
+                "process. Make the plugin anew on each rank."
+            )
+        dropped = ("_module", "_hooks", "_items", "_verdict_awaited", "_notes")
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -677,23 +616,6 @@ class AmpPrecision(FSDPPrecision):
         return f"{type(self).__name__}({self.precision!r}{rules}, loss scale: {scale})"
 
 
-def _warn_of_idle_sgd(optimizer: Optimizer) -> None:
-    """Torch 2.13's fused SGD leaves 16-bit parameters on CPU where they are, without a word (16 elements and more)."""
-    if (
-        type(optimizer) is torch.optim.SGD
-        and torch.__version__ < "2.14"
-        and any(
-            group.get("fused") and p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16)
-            for group in optimizer.param_groups
-            for p in group["params"]
-        )
-    ):
-        _warn(
-            "SGD(fused=True) does not move 16-bit parameters on CPU (torch 2.13). Use fused=False, or a policy with "
-            "master_weights=True, whose optimizer works on FP32."
-        )
-
-
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
     before = torch.get_default_dtype()
@@ -702,6 +624,11 @@ def _default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _whole(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: expected a whole number of at least 1.")
 
 
 def _escape_glob(name: str) -> str:

@@ -151,6 +151,20 @@ class RoutePlan:
         return [_COLUMNS, *(_row(route) for route in self.routes)]
 
 
+def refuse_fp8(policy: PrecisionPolicy) -> None:
+    """Raises where a policy asks for what this version does not have.
+
+    Raises:
+        NotImplementedError: If the policy or one of its rules asks for FP8.
+    """
+    if policy.uses_fp8:
+        where = "with compute='fp8'" if policy.compute == "fp8" else "in a rule"
+        raise NotImplementedError(
+            f"FP8 is not available yet in this version: the policy asks for it {where}. Use compute='bf16', or a rule "
+            "with compute='bf16' ('bf16-mixed' in place of 'fp8-mixed'), until it is."
+        )
+
+
 def plan(model: nn.Module, policy: PrecisionPolicy, hardware: str | torch.device | None = None) -> RoutePlan:
     """Decides what each module of a model computes in, and says why. Changes nothing and draws no random number.
 
@@ -165,15 +179,11 @@ def plan(model: nn.Module, policy: PrecisionPolicy, hardware: str | torch.device
         TypeError: If a module that needs a route cannot carry one.
         NotImplementedError: If the policy asks for FP8.
     """
-    if policy.uses_fp8:
-        raise NotImplementedError(
-            "FP8 is not available yet in this version: the policy asks for it "
-            + ("with compute='fp8'." if policy.compute == "fp8" else "in a rule.")
-            + " Use compute='bf16', or a rule with compute='bf16', until it is."
-        )
+    refuse_fp8(policy)
     device_type = _device_type(model, hardware)
     names = ModelNames(model)
     decisions, kept_buffers = decide(names, policy)
+    # Only for its errors: a plan that could not be applied is no plan.
     _routed_modules(names, {name: decision.compute for name, decision in decisions.items()}, policy)
     routes = tuple(
         _route(name, names.module[name], decision, policy, device_type) for name, decision in decisions.items()

@@ -7,26 +7,25 @@ Trainer: ``precision`` tells it what it needs in a :class:`Window`.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_amp_plus.fused import given_verdict, needs_verdict
 from lightning_amp_plus.journal import Journal
 from lightning_amp_plus.ledger import Ledger, OpenWindow
 from lightning_amp_plus.scaling.clipping import clip_by_norm, clip_by_value
 from lightning_amp_plus.scaling.consensus import Consensus
-from lightning_amp_plus.scaling.grad_norm import GradNorm, ShardedGradNorm
+from lightning_amp_plus.scaling.grad_norm import GradNorm
 from lightning_amp_plus.scaling.gradients import (
     dense_gradients,
     multiply,
+    parameters_of,
     parameters_with_gradients,
     unscale_and_check,
 )
@@ -34,26 +33,8 @@ from lightning_amp_plus.scaling.master_weights import MasterWeights
 from lightning_amp_plus.scaling.partial import settle_partial
 from lightning_amp_plus.scaling.scaler import LossScaler
 from lightning_amp_plus.step_report import StepReport, Values, Verdictless
-
-
-@dataclass(frozen=True)
-class Window:
-    """One accumulation window, as the step sequence needs to know it.
-
-    Attributes:
-        index: The Trainer's ``global_step`` at which it closes.
-        size: Number of micro-batches in it.
-        is_last: Whether it is the last of its epoch (and then possibly shorter than the others).
-        gradient_factor: What gradients are multiplied by beside ``1 / S``, to weight a partial window by its own size.
-        num_items: Number of items (tokens, samples) that this rank's summed losses of the window were taken over;
-            gradients are divided by the number over all ranks. ``None`` where losses are means.
-    """
-
-    index: int
-    size: int = 1
-    is_last: bool = False
-    gradient_factor: float = 1.0
-    num_items: float | Tensor | None = None
+from lightning_amp_plus.verdict import Verdicts, add_verdict, scalar
+from lightning_amp_plus.window import Window
 
 
 class StepSequence:
@@ -92,8 +73,8 @@ class StepSequence:
     def _unbind(self) -> None:
         self._end_watch = _nothing
         self.ledger = Ledger()
-        self.journal.consensus = self.consensus = Consensus()
-        self.grad_norm = GradNorm()
+        self.journal.consensus = Consensus()
+        self.verdicts = Verdicts(self.ledger, self.journal.consensus, GradNorm())
         self.masters: MasterWeights | None = None
         self._ones: dict[torch.device, Tensor] = {}
         self._before_backward: Callable[[], None] | None = None
@@ -134,8 +115,8 @@ class StepSequence:
             self._end_watch = self.ledger.watch_backwards()
         self.journal.named_parameters = named_parameters
         self.journal.settle_every = settle_every
-        self.journal.consensus = self.consensus = consensus
-        self.grad_norm = grad_norm
+        self.journal.consensus = consensus
+        self.verdicts = Verdicts(self.ledger, consensus, grad_norm)
         self.masters = masters
         self.journal.device = device
         self._before_backward = before_backward
@@ -191,25 +172,21 @@ class StepSequence:
         state = self.ledger.window_of(optimizer)
         if state.unscaled:
             return
-        state.unscaled = True
-        if self.masters is not None:
-            self.masters.enter(optimizer)
         if parameters is None:
             parameters = parameters_with_gradients(optimizer)
         state.parameters = parameters
-        if not parameters:
-            return
-        if self.grad_norm.sharded:
+        if self.verdicts.grad_norm.sharded:
             settle_partial(parameters)
         fresh = [p for p in parameters if self.ledger.is_fresh(p)] if self.ledger.manual else parameters
         gradients = dense_gradients(fresh)
         if gradients:
-            _add_verdict(state, unscale_and_check(gradients, self._factor(gradients[0].device, window)))
+            add_verdict(state, unscale_and_check(gradients, self._factor(gradients[0].device, window)))
         # Unscaled by an earlier step: a second step on the same backward, or parameters shared with another optimizer.
         others = [p for p in parameters if not self.ledger.is_fresh(p)] if len(fresh) < len(parameters) else []
         consumed = dense_gradients(others)
         if consumed:
-            _add_verdict(state, unscale_and_check(consumed, self._one(consumed[0].device)))
+            add_verdict(state, unscale_and_check(consumed, self._one(consumed[0].device)))
+        state.unscaled = True
 
     def _factor(self, device: torch.device, window: Window | None) -> Tensor:
         """``1 / S`` and the window's weight in one number, so that weighting costs no pass of its own."""
@@ -218,12 +195,9 @@ class StepSequence:
             return factor
         if window.gradient_factor != 1.0:
             factor = factor * window.gradient_factor
-        if window.num_items is not None and self.consensus.world_size == 1:
-            if window.num_items == 0 and not isinstance(window.num_items, Tensor):
-                raise ValueError(
-                    "training_step returned num_items that add up to 0 over the window: a loss over nothing."
-                )
-            factor = factor / _scalar(window.num_items, device)
+        if window.num_items is not None and self.verdicts.alone:
+            items = scalar(window.num_items, device)
+            factor = factor / torch.where(items > 0, items, 1.0)  # a sum over no item at all has no gradient either
         return factor
 
     def _one(self, device: torch.device) -> Tensor:
@@ -239,17 +213,17 @@ class StepSequence:
         """
         state = self.ledger.window_of(optimizer)
         parameters = parameters_with_gradients(optimizer)
-        if self.grad_norm.sharded and not state.unscaled:
+        if self.verdicts.grad_norm.sharded and not state.unscaled:
             settle_partial(parameters)
         gradients = dense_gradients(parameters)
-        if not gradients and not self.grad_norm.sharded:
+        if not gradients and not self.verdicts.grad_norm.sharded:
             return
-        device = gradients[0].device if gradients else self._device(optimizer)
+        device = gradients[0].device if gradients else self.verdicts.device_of(optimizer)
         still_scaled = None if state.unscaled or self.scaler is None else self.scaler.scale_on(device)
         if algorithm == "value" and not state.unscaled and gradients:
             # Clamping turns inf into the threshold and would hide it from the check at the window's end.
-            _add_verdict(state, unscale_and_check(gradients, self._one(device)))
-        if self.scaler is None and not self.check_finite and not self.grad_norm.sharded:
+            add_verdict(state, unscale_and_check(gradients, self._one(device)))
+        if self.scaler is None and not self.check_finite and not self.verdicts.grad_norm.sharded:
             # Nothing is checked and nothing scaled: the very calls of stock Lightning, to the bit.
             if algorithm == "norm":
                 state.norm, state.norm_at = torch.nn.utils.clip_grad_norm_(parameters, value), self.ledger.backwards
@@ -258,30 +232,33 @@ class StepSequence:
             return
         norm = self._measure(optimizer, state, parameters)
         if algorithm == "value":
+            state.clipped = True
             clip_by_value(gradients, value, still_scaled)
             return
-        if state.unscaled and _needs_verdict(optimizer):
+        known = None
+        if state.unscaled and not state.clipped and needs_verdict(optimizer):
             # Read now rather than before the step: the norm comes along, and below the threshold a pass is saved.
-            if self._read_verdict(optimizer, state):
+            if self.verdicts.read(state):
                 return
-            norm = state.norm if state.norm is not None else norm
-        clip_by_norm(gradients, norm, value, state.known_norm)
+            norm, known = state.norm if state.norm is not None else norm, state.known_norm
+        state.clipped = True
+        clip_by_norm(gradients, norm, value, known)
 
     def _measure(self, optimizer: Optimizer, state: OpenWindow, parameters: list[Tensor]) -> Tensor:
-        if (
-            self.grad_norm.sharded
-            and state.unscaled
-            and state.norm is not None
-            and state.norm_at == self.ledger.backwards
-        ):
+        """The norm of the unscaled gradients as they are now; kept for the report unless they were clipped before."""
+        grad_norm, fresh = self.verdicts.grad_norm, state.norm_at == self.ledger.backwards and not state.clipped
+        if grad_norm.sharded and state.unscaled and fresh and state.norm is not None:
             return state.norm  # it came with the verdict
-        norm = self.grad_norm.total(parameters)
-        if not (self.grad_norm.sharded or (state.unscaled and _needs_verdict(optimizer))):
+        device = self.verdicts.device_of(optimizer)
+        norm = grad_norm.total(parameters, torch.float32, device)
+        if not (grad_norm.sharded or (state.unscaled and needs_verdict(optimizer))):
             # Nobody on the host will see whether the squares overflowed FP32, so the sum in FP64 is taken along.
-            norm = torch.where(torch.isinf(norm), self.grad_norm.total(parameters, torch.float64).to(norm.dtype), norm)
+            wide = grad_norm.total(parameters, torch.float64, device)
+            norm = torch.where(torch.isinf(norm), wide.to(norm.dtype), norm)
         if self.scaler is not None and not state.unscaled:
             norm = norm * self.scaler.inverse_on(norm.device)
-        state.norm, state.norm_at = norm, self.ledger.backwards
+        if not state.clipped or state.norm_at != self.ledger.backwards:
+            state.norm, state.norm_at = norm, self.ledger.backwards
         return norm
 
     # ---------------------------------------------------------------- the window closes
@@ -316,33 +293,33 @@ class StepSequence:
             SkipLimitError: If too many windows in a row were skipped.
         """
         result = closure()
-        window = close()
         parameters = parameters_with_gradients(optimizer)
         has_backward = self.ledger.has_backward(optimizer)
-        self._refuse_hidden_gradients(optimizer)
-        raw = self._raw_backward(optimizer, parameters, has_backward) if self.ledger.manual else None
-        if raw is not None and self.consensus.world_size == 1:
-            raise RuntimeError(raw)
+        window, error = self._closing(optimizer, close, parameters, has_backward)
+        if error is not None and self.verdicts.alone:
+            raise error
         nothing: Verdictless | None = None
         if not has_backward and (not parameters or not self.ledger.manual):
             nothing = "skipped_no_backward"
         elif not parameters:
             nothing = "skipped_no_grads"
-        if nothing is not None and self.consensus.world_size == 1:
+        if nothing is not None and self.verdicts.alone:
             hooks()
             self._close(optimizer, window, self._without_verdict(), nothing)
             return result
+        if self.masters is not None:
+            self.masters.enter(optimizer)
         try:
             self.unscale(optimizer, window, parameters)
             state = self.ledger.window_of(optimizer)
             state.parameters = parameters  # also where scaler.unscale_() came first
-            if raw is not None:  # the others wait for this rank's verdict; they get one that makes them skip
-                _add_verdict(state, torch.ones((), device=self._device(optimizer)))
-            self._agree(optimizer, state, window)
-            if raw is not None:
+            if error is not None:  # the others wait for this rank's verdict; they get one that makes them skip
+                add_verdict(state, torch.ones((), device=self.verdicts.device_of(optimizer)))
+            self.verdicts.agree(optimizer, state, window)
+            if error is not None:
                 # The window still closes here as on the other ranks, which go on to name the ranks that overflowed.
                 self._step_or_skip(optimizer, window, state, lambda: None, None, host_verdict, nothing)
-                raise RuntimeError(raw)
+                raise error
             hooks()
             return self._step_or_skip(optimizer, window, state, step, result, host_verdict, nothing)
         finally:
@@ -380,9 +357,7 @@ class StepSequence:
             gradients = dense_gradients(parameters_with_gradients(optimizer))
             if gradients and (window.gradient_factor != 1.0 or window.num_items is not None):
                 multiply(gradients, self._factor(gradients[0].device, window))
-            if window.num_items is not None and self.consensus.world_size > 1:
-                total = self.consensus.agree(_scalar(window.num_items, self._device(optimizer)).reshape(1))
-                multiply(gradients, self.consensus.world_size / total[0])
+            self.verdicts.agree_on_items(optimizer, window, gradients)
             state = self.ledger.window_of(optimizer)
             state.unscaled, state.overflowed = True, False  # nothing to unscale and nobody to ask
             if self.journal.wants_grad_norm(window):
@@ -410,23 +385,37 @@ class StepSequence:
         result = closure()
         window = close()
         self.unscale(optimizer, window)
-        self._agree(optimizer, self.ledger.window_of(optimizer), window)
+        self.verdicts.agree(optimizer, self.ledger.window_of(optimizer), window)
         return result
+
+    def _closing(
+        self, optimizer: Optimizer, close: Callable[[], Window], parameters: list[Tensor], has_backward: bool
+    ) -> tuple[Window, Exception | None]:
+        """Which window closes, or what is wrong with it; on several ranks the error waits for the verdict."""
+        try:
+            self._refuse_hidden_gradients(optimizer)
+            window = close()
+            if isinstance(window.num_items, float) and window.num_items == 0 and self.verdicts.alone:
+                raise ValueError(
+                    "training_step returned num_items that add up to 0 over the window: a loss over nothing."
+                )
+        except (RuntimeError, ValueError) as error:
+            return Window(self.journal.windows), error
+        raw = self._raw_backward(optimizer, parameters, has_backward) if self.ledger.manual else None
+        return window, None if raw is None else RuntimeError(raw)
 
     def _refuse_hidden_gradients(self, optimizer: Optimizer) -> None:
         """Raises if gradients are kept elsewhere than in ``.grad``, where nobody would unscale, check or clip them."""
         if id(optimizer) in self._looked_at:
             return
         self._looked_at.add(id(optimizer))
-        hidden = [p for g in optimizer.param_groups for p in g["params"] if getattr(p, "main_grad", None) is not None]
+        hidden = [p for p in parameters_of(optimizer) if getattr(p, "main_grad", None) is not None]
         if hidden:
             names = {id(p): name for name, p in self.journal.named_parameters()}
             raise RuntimeError(
                 f"Parameter {names.get(id(hidden[0]), 'of this optimizer')!r} accumulates its gradient in .main_grad "
-                "(fused "
-                f"weight-gradient accumulation; {len(hidden)} do), which leaves .grad empty: it would be neither "
-                "unscaled nor "
-                "checked nor clipped. Turn gradient_accumulation_fusion / fuse_wgrad_accumulation off."
+                f"(fused weight-gradient accumulation; {len(hidden)} do), which leaves .grad empty: it would be neither "
+                "unscaled nor checked nor clipped. Turn gradient_accumulation_fusion / fuse_wgrad_accumulation off."
             )
 
     def _raw_backward(self, optimizer: Optimizer, parameters: list[Tensor], has_backward: bool) -> str | None:
@@ -444,60 +433,6 @@ class StepSequence:
             "self.manual_backward(loss) instead of loss.backward(). No weight was changed."
         )
 
-    def _agree(self, optimizer: Optimizer, state: OpenWindow, window: Window) -> None:
-        """One collective for everything that steers the window: the overflow, where it began, the number of items."""
-        if self.consensus.world_size == 1:
-            return
-        device = self._device(optimizer) if state.found_inf is None else state.found_inf.device
-        state.found_here = torch.zeros((), device=device) if state.found_inf is None else state.found_inf
-        parameters = state.parameters
-        items = window.num_items
-        terms = [
-            state.found_here,
-            self.ledger.forward_overflow(optimizer, device),
-            _scalar(0.0 if items is None else items, device),
-            _scalar(0.0 if items is None else 1.0, device),
-        ]
-        if isinstance(self.grad_norm, ShardedGradNorm):
-            terms.append(self.grad_norm.square_sum(parameters, device))
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        state.terms = self.consensus.agree(torch.stack([term.to(wide) for term in terms]))
-        # No items at all, or items on some ranks only, is nothing to step on: it counts as an overflow everywhere.
-        counting = state.terms[3]
-        unusable = (counting > 0) * ((counting < self.consensus.world_size) | (state.terms[2] == 0))
-        state.found_inf = (state.terms[0] + unusable).clamp(max=1.0).float()
-        weight: float | Tensor = 1.0
-        if items is not None:
-            # The strategy averages over ranks, so the sum over all ranks is world_size times what is in the buffers.
-            weight = self.consensus.world_size / state.terms[2]
-            multiply(dense_gradients(parameters), weight)
-        if self.grad_norm.sharded:
-            state.norm, state.norm_at = state.terms[4].sqrt() * weight, self.ledger.backwards
-
-    def _device(self, optimizer: Optimizer) -> torch.device:
-        losses = self.ledger.losses_of(optimizer)
-        if losses:
-            return losses[-1].device
-        return next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-
-    def _read_verdict(self, optimizer: Optimizer, state: OpenWindow) -> bool:
-        """Whether the window overflowed. The step's one transfer; brings the norm along where one was measured."""
-        if state.overflowed is None:
-            norm = state.norm if state.norm_at == self.ledger.backwards else None
-            if state.found_inf is None:
-                state.overflowed = False
-            elif norm is None:
-                state.overflowed = bool(state.found_inf.item())
-            else:
-                found = state.found_inf
-                overflowed, known = torch.stack([found, norm.to(found.device, found.dtype)]).tolist()
-                state.overflowed, state.known_norm = bool(overflowed), known
-                if not state.overflowed and known == float("inf"):
-                    # Finite gradients whose squares are not (1e25): the sum fits FP64.
-                    state.norm = self.grad_norm.total(parameters_with_gradients(optimizer), torch.float64)
-                    state.known_norm = None
-        return state.overflowed
-
     def _step_or_skip(
         self,
         optimizer: Optimizer,
@@ -511,23 +446,16 @@ class StepSequence:
         parameters = state.parameters
         if state.norm_at != self.ledger.backwards and self.journal.wants_grad_norm(window):
             self._measure(optimizer, state, parameters)
-        on_host = _needs_verdict(optimizer)
+        on_host = needs_verdict(optimizer)
         if on_host:
-            if not self._read_verdict(optimizer, state) and parameters:
+            if not self.verdicts.read(state) and parameters:
                 result = step()
         else:
-            _start_momentum(optimizer, parameters)
-            fused: Any = optimizer
-            fused.grad_scale, fused.found_inf = None, state.found_inf
-            try:
+            with given_verdict(optimizer, parameters, state.found_inf):
                 result = step()
-            finally:
-                del fused.grad_scale, fused.found_inf
             if host_verdict:
                 on_host = True
-                self._read_verdict(optimizer, state)
-        if state.overflowed and state.terms is not None:
-            self._refuse_uneven_items(float(state.terms[3]))
+                self.verdicts.read(state)
         self.ledger.mark_consumed(parameters)
         values = self._update(optimizer, state, on_host)
         try:
@@ -537,14 +465,6 @@ class StepSequence:
                 for parameter in parameters:
                     parameter.grad = None
         return result
-
-    def _refuse_uneven_items(self, counting: float) -> None:
-        """Raises on every rank alike if only some ranks' ``training_step`` returned ``num_items``."""
-        if 0 < counting < self.consensus.world_size:
-            raise ValueError(
-                f"training_step returned num_items on {counting:g} of {self.consensus.world_size} ranks. Summed and "
-                "averaged losses cannot be mixed: return it on every rank or on none."
-            )
 
     def _update(self, optimizer: Optimizer, state: OpenWindow, on_host: bool) -> Values:
         """Moves the scale by this window's verdict and collects the report's values."""
@@ -566,7 +486,7 @@ class StepSequence:
         if self.scaler is None:
             return values
         scaler, values.scaled = self.scaler, True
-        device = self._device(optimizer) if found is None else found.device
+        device = self.verdicts.device_of(optimizer) if found is None else found.device
         lowers = verdict
         if verdict is not False and not scaler.config.backoff_on_forward_overflow:
             if values.forward_overflow is None:
@@ -596,7 +516,7 @@ class StepSequence:
 
         Not where ranks would have to measure together: the reader may be on one rank only. There the verdict brings it.
         """
-        if self.grad_norm.sharded:
+        if self.verdicts.grad_norm.sharded:
             return None
 
         def stamp(windows: int) -> tuple[Any, ...]:
@@ -612,7 +532,7 @@ class StepSequence:
             now = stamp(self.journal.windows)
             if now != at or now[-1] is None:
                 return None
-            return self.grad_norm.total(parameters_with_gradients(optimizer), torch.float64)
+            return self.verdicts.grad_norm.total(parameters_with_gradients(optimizer), torch.float64)
 
         return measure
 
@@ -629,7 +549,7 @@ class StepSequence:
         Raises:
             RuntimeError: Naming the rank, the field and both values.
         """
-        if self.consensus.world_size > 1:
+        if not self.verdicts.alone:
             state = (1.0, 0.0, 0.0) if self.scaler is None else self.scaler.digest()
             self.journal.compare_ranks((self.journal.windows, self.journal.settle().applied, *state), when)
 
@@ -664,43 +584,3 @@ class StepSequence:
 
 def _nothing() -> None:
     pass
-
-
-def _add_verdict(state: OpenWindow, found_inf: Tensor) -> None:
-    before = state.found_inf
-    state.found_inf = found_inf if before is None else torch.maximum(before, found_inf.to(before.device))
-
-
-def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
-    """``value`` as a 0-dim FP32 tensor on ``device``."""
-    return value.to(device, torch.float32) if isinstance(value, Tensor) else torch.full((), value, device=device)
-
-
-def _needs_verdict(optimizer: Optimizer) -> bool:
-    """Whether the host must know the verdict before the step: unless the optimizer's kernel takes ``found_inf``."""
-    kind: Any = type(optimizer)
-    if not getattr(optimizer, "_step_supports_amp_scaling", False) or _takes_grad_scaler(kind):
-        return True
-    # Dampening does not apply to SGD's first step, so a momentum buffer started at zero would not do (_start_momentum).
-    return isinstance(optimizer, torch.optim.SGD) and any(
-        g["momentum"] and g["dampening"] for g in optimizer.param_groups
-    )
-
-
-def _start_momentum(optimizer: Optimizer, parameters: list[Tensor]) -> None:
-    """Starts the momentum of fused SGD at zero, which its first step makes the gradient, as torch does.
-
-    torch itself leaves the buffer it has just made uninitialized if that first step is skipped.
-    """
-    if not isinstance(optimizer, torch.optim.SGD) or not any(group["momentum"] for group in optimizer.param_groups):
-        return
-    if len(optimizer.state) < sum(len(group["params"]) for group in optimizer.param_groups):
-        for parameter in parameters:
-            if optimizer.state[parameter].get("momentum_buffer") is None:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-
-@functools.cache
-def _takes_grad_scaler(kind: Any) -> bool:
-    """Whether ``step`` follows an older protocol, which hands it the whole scaler and would unscale a second time."""
-    return "grad_scaler" in inspect.signature(kind.step).parameters

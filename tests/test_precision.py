@@ -82,7 +82,7 @@ class Gradients(L.Callback):
     ("arguments", "words"),
     [
         ({"policy": "8-bit"}, ["8-bit", "16-mixed", "bf16-true"]),
-        ({"policy": "fp8-mixed"}, ["not available yet", "fp8", "bf16-mixed"]),
+        ({"policy": "16-mixed", "check_ranks_every": 2.5}, ["check_ranks_every=2.5", "whole number"]),
         ({"policy": "16-mixed", "partial_window": "sum"}, ["sum", "lightning", "mean"]),
         ({"policy": "16-mixed", "check_finite": False}, ["check_finite=False", "loss_scale=None"]),
         ({"policy": "16-mixed", "loss_scale": "dynamic"}, ["dynamic", "'auto'", "LossScale"]),
@@ -120,6 +120,23 @@ def test_scale_is_in_use_where_it_was_asked_for(policy: str, loss_scale: Any, dy
     else:
         assert isinstance(plugin.scaler, torch.amp.GradScaler)
         assert plugin.scaler.dynamic is dynamic
+
+
+def test_fp8_is_refused_until_it_is_there() -> None:
+    with pytest.raises(NotImplementedError, match=r"not available yet.*bf16-mixed"):
+        AmpPrecision("fp8-mixed")
+    with pytest.raises(NotImplementedError, match=r"not available yet.*in a rule"):
+        AmpPrecision(PrecisionPolicy("bf16", rules=[Rule("head", compute="fp8")]))
+
+
+@pytest.mark.parametrize("left_out", ["windows", "history", "scaler", "moves"])
+def test_incomplete_state_is_refused_with_nothing_changed(left_out: str) -> None:
+    plugin = AmpPrecision("16-mixed", loss_scale=LossScale(init=8.0))
+    state = AmpPrecision("16-mixed", loss_scale=LossScale(init=32.0)).state_dict()
+    del state[left_out]
+    with pytest.raises(ValueError, match=left_out):
+        plugin.load_state_dict(state)
+    assert plugin.scaler is not None and plugin.scaler.get_scale() == 8.0
 
 
 def test_no_scale_in_fp16_is_warned_about() -> None:

@@ -18,8 +18,9 @@ from lightning_amp_plus.scaling.consensus import Consensus
 from lightning_amp_plus.scaling.grad_norm import GradNorm
 from lightning_amp_plus.scaling.master_weights import MasterWeights
 from lightning_amp_plus.scaling.scaler import LossScaler
-from lightning_amp_plus.step import StepSequence, Window
+from lightning_amp_plus.step import StepSequence
 from lightning_amp_plus.step_report import StepReport
+from lightning_amp_plus.window import Window
 
 
 def sequence_for(

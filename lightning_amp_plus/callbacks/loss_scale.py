@@ -18,8 +18,8 @@ from typing_extensions import override
 from lightning_amp_plus.history import History
 from lightning_amp_plus.metrics import skip_rate
 from lightning_amp_plus.precision import AmpPrecision
-from lightning_amp_plus.step import Window
 from lightning_amp_plus.step_report import StepReport, resolve
+from lightning_amp_plus.window import Window
 
 # What became of a window, as kept for the windowed rate and in the checkpoint.
 _APPLIED, _FORWARD, _BACKWARD = 0, 1, 2
@@ -279,9 +279,8 @@ class LossScaleMonitor(pl.Callback):
     def _warn(self, rate: float, history: History, step: int) -> None:
         assert self._plugin is not None
         scaler = self._plugin.scaler
-        full = (
-            len(self._outcomes) == self.window
-        )  # of fewer, the few skips in which a scale finds its level are too many
+        # Of fewer, the few skips in which a scale finds its level are too many.
+        full = len(self._outcomes) == self.window
         if "rate" not in self._warned and full and rate > self.skip_rate_threshold:
             self._warned.add("rate")
             rank_zero_warn(_too_many_skips(list(self._outcomes), self._plugin, step))

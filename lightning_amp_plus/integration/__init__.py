@@ -1,1 +1,1 @@
-"""What Lightning needs to be told about skipped windows, devices and strategies. Used by ``precision`` only."""
+"""What Lightning needs to be told about skipped windows, devices and strategies, and what it has to be asked."""

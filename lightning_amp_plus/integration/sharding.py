@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_amp_plus.casts import DTYPES
+from lightning_amp_plus.policy import PrecisionPolicy
 from lightning_amp_plus.routing import RoutePlan
 from lightning_amp_plus.scaling.consensus import Consensus
 from lightning_amp_plus.scaling.grad_norm import GradNorm, ShardedGradNorm
@@ -30,7 +32,8 @@ def grad_norm_of(module: nn.Module, consensus: Consensus, group_named: bool) -> 
         group_named: Whether the user named them.
 
     Raises:
-        ValueError: If ranks hold different parameters (expert or pipeline parallelism) and no group was named.
+        ValueError: If parameters differ in name or layout between ranks (pipeline parallelism) and no group was named.
+            Experts that carry the same names on all ranks cannot be told from replicas.
     """
     if consensus.world_size == 1:
         return GradNorm()
@@ -129,6 +132,32 @@ def _fsdp1_units(module: nn.Module) -> Iterator[Any]:
     return (unit for unit in module.modules() if isinstance(unit, FullyShardedDataParallel))
 
 
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether the Trainer's strategy shards ``module`` with FSDP1."""
+    trainer = getattr(module, "_trainer", None)
+    return trainer is not None and isinstance(trainer.strategy, FSDPStrategy)
+
+
+def fsdp1_config(policy: PrecisionPolicy) -> Any:
+    """FSDP1's dtypes, each from its own field of the policy."""
+    from torch.distributed.fsdp import MixedPrecision
+
+    return MixedPrecision(
+        param_dtype=DTYPES[policy.params],
+        reduce_dtype=DTYPES[policy.reduce],
+        buffer_dtype=DTYPES[policy.buffers or policy.params],
+    )
+
+
+def fsdp2_config(compute: str, policy: PrecisionPolicy) -> Any:
+    """The ``mp_policy`` of an FSDP2 unit that computes in ``compute``; inputs are left to autocast."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[compute], reduce_dtype=DTYPES[policy.reduce], cast_forward_inputs=False
+    )
+
+
 def fsdp2_units(module: nn.Module) -> dict[str, Any]:
     """Modules to which ``fully_shard`` was applied, by qualified name."""
     if not dist.is_available():
@@ -175,9 +204,9 @@ def check_fsdp2_units(module: nn.Module, plan: RoutePlan) -> list[str]:
     if not copies:
         return []
     return [
-        f"FSDP2 units gather FP32 weights, of which autocast makes 16-bit copies that live until backward: {copies:,} "
-        "bytes a "
-        "rank. Give fully_shard(module, mp_policy=plugin.fsdp2_policy(module)) to gather in 16 bits instead."
+        "FSDP2 units gather FP32 weights, of which autocast makes 16-bit copies that live until backward: "
+        f"{copies:,} bytes a rank. Give fully_shard(module, mp_policy=plugin.fsdp2_policy(module, name)) to gather in 16 "
+        "bits instead."
     ]
 
 
@@ -193,10 +222,8 @@ def _of_unit(name: str, unit: nn.Module, units: Mapping[str, Any]) -> Iterator[t
 def _unfit_unit(unit: str, found: torch.dtype | None, module: str, compute: str) -> str:
     return (
         f"The FSDP2 unit {unit or '(model)'!r} gathers its parameters in {found}, but the plan has "
-        f"{module or '(model)'!r} compute "
-        f"in {compute}. Make that module a unit of its own, fully_shard(module, mp_policy=plugin.fsdp2_policy(module, "
-        "name)), "
-        "before its parent, or change its rule."
+        f"{module or '(model)'!r} compute in {compute}. Make that module a unit of its own before its parent, "
+        "fully_shard(module, mp_policy=plugin.fsdp2_policy(module, name)), or change its rule."
     )
 
 

@@ -1,4 +1,4 @@
-"""Consensus: every rank takes the same verdict on a window. One collective a window, whatever the number of optimizers.
+"""Consensus: every rank takes the same verdict on a window, by one collective whatever the number of parameters.
 
 Strategies differ only here and in ``grad_norm``; the step sequence knows just ``Consensus``.
 """
@@ -21,7 +21,8 @@ class Consensus:
         """Sums ``terms`` over all ranks that hold a replica or a part of the model.
 
         Args:
-            terms: 1-dim FP32 tensor, the same length on every rank; each element a count or a flag.
+            terms: 1-dim tensor, FP64 where the device has it, the same length on every rank; each element a count, a flag
+                or a sum.
 
         Returns:
             The sums, the same on every rank.

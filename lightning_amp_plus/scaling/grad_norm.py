@@ -20,18 +20,22 @@ class GradNorm:
 
     sharded = False
 
-    def total(self, parameters: list[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    def total(
+        self, parameters: list[Tensor], dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> Tensor:
         """The L2 norm over all elements of the gradients.
 
         Args:
             parameters: Those with gradients; of any floating dtypes and devices; may be empty.
             dtype: What squares are summed in. FP32 overflows from elements of 1.8e19 on; FP64 does not, at four times
                 the cost on CPU.
+            device: Where the norm is wanted; by default where the first gradient is.
 
         Returns:
-            0-dim tensor of ``dtype`` on the device of the first gradient; 0 for an empty list.
+            0-dim tensor of ``dtype``; 0 for an empty list.
         """
-        return _norm(dense_gradients(parameters), dtype)
+        norm = _norm(dense_gradients(parameters), dtype)
+        return norm if device is None else norm.to(device)
 
 
 class ShardedGradNorm(GradNorm):
@@ -64,14 +68,18 @@ class ShardedGradNorm(GradNorm):
             total = total + norm * norm / holders
         return total
 
-    def total(self, parameters: list[Tensor], dtype: torch.dtype = torch.float64) -> Tensor:
+    def total(
+        self, parameters: list[Tensor], dtype: torch.dtype = torch.float64, device: torch.device | None = None
+    ) -> Tensor:
         """The norm over all ranks: one collective, which every rank has to enter.
 
         Args:
             parameters: As in :meth:`GradNorm.total`.
             dtype: The result's dtype; squares are summed in FP64.
+            device: Where ranks exchange it; a rank without gradients has to be told.
         """
-        device = parameters[0].device if parameters else torch.device("cpu")
+        if device is None:
+            device = parameters[0].device if parameters else torch.device("cpu")
         return self.consensus.agree(self.square_sum(parameters, device).reshape(1))[0].sqrt().to(dtype)
 
 

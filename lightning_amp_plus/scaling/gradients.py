@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,9 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The optimizer's parameters, in the order of its groups."""
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
 def parameters_with_gradients(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters whose ``.grad`` is set, in the order of its groups."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [p for p in parameters_of(optimizer) if p.grad is not None]
 
 
 def is_dtensor(tensor: Tensor) -> bool:

@@ -7,14 +7,15 @@ one again, in the same storage. (Micikevicius et al., "Mixed Precision Training"
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_amp_plus.scaling.gradients import parameters_of
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -67,7 +68,7 @@ class MasterWeights:
         if id(optimizer) in self._low:
             return
         swapped = self._low[id(optimizer)] = []
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in parameters_of(optimizer):
             master = self._masters.get(parameter)
             if master is None or parameter.dtype not in _LOW:
                 continue
@@ -87,15 +88,6 @@ class MasterWeights:
             parameter.grad = None
             low.copy_(master)
             parameter.data = low
-
-    @contextmanager
-    def entered(self, optimizer: Optimizer) -> Iterator[None]:
-        """``enter`` and ``leave`` around a block."""
-        self.enter(optimizer)
-        try:
-            yield
-        finally:
-            self.leave(optimizer)
 
     def state_dict(self, named_parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """The copies by parameter name."""

@@ -244,7 +244,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch refuses to pickle a scaler in mid-window; ours keeps no window, so its state is always whole. Device
-        # tensors # are rebuilt from the host's copy.
+        # tensors are rebuilt from the host's copy.
         scale, tracker, hysteresis = self._fetch()
         rebuilt = {"_scale": None, "_growth_tracker": None, "_hysteresis": None, "_inverse": None, "unscaler": None}
         initial = {"_init_scale": scale, "_init_growth_tracker": int(tracker), "_init_hysteresis": int(hysteresis)}
@@ -278,9 +278,8 @@ def make_scaler(loss_scale: Any, *, fp16: bool, warn: Callable[[str], None]) -> 
     if loss_scale is None:
         if fp16:
             warn(
-                "loss_scale=None with FP16: gradients below 6e-8 become zero without a word. Leave loss_scale at "
-                "'auto', or use "
-                "bf16-mixed, which needs no scale."
+                "loss_scale=None with FP16: gradients below 6e-8 become zero without a word. Leave loss_scale at 'auto', "
+                "or use bf16-mixed, which needs no scale."
             )
         return None
     if isinstance(loss_scale, LossScale):
@@ -304,11 +303,9 @@ def _from_grad_scaler(scaler: torch.amp.GradScaler) -> LossScaler | None:
         return scaler
     if type(scaler).__module__.partition(".")[0] != "torch":
         raise TypeError(
-            f"loss_scale={type(scaler).__module__}.{type(scaler).__qualname__}(...): the step sequence updates the "
-            "scale by "
-            "its own rule, so what this class overrides would never run. Pass a LossScale with the factors you want, "
-            "or a "
-            "torch.amp.GradScaler."
+            f"loss_scale={type(scaler).__module__}.{type(scaler).__qualname__}(...): the step sequence updates the scale "
+            "by its own rule, so what this class overrides would never run. Pass a LossScale with the factors you want, "
+            "or a torch.amp.GradScaler."
         )
     if not scaler.is_enabled():
         return None

@@ -6,7 +6,8 @@ import copy
 import gc
 import io
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +19,16 @@ from lightning_amp_plus.scaling.master_weights import MasterWeights
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 LOW = [BF16, FP16]
+
+
+@contextmanager
+def entered(masters: MasterWeights, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A step's ``enter`` and ``leave`` around a block."""
+    masters.enter(optimizer)
+    try:
+        yield
+    finally:
+        masters.leave(optimizer)
 
 
 def stored(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
@@ -49,7 +60,7 @@ def step(optimizer: Optimizer, masters: MasterWeights | None, gradient: float = 
     if masters is None:
         optimizer.step()
         return
-    with masters.entered(optimizer):
+    with entered(masters, optimizer):
         optimizer.step()
 
 
@@ -94,7 +105,7 @@ def test_training_equals_fp32_training_of_the_same_gradients_bit_for_bit(dtype: 
             b.grad = torch.randn_like(b)
             a.grad = b.grad.float()
         optimizers[0].step()
-        with masters.entered(optimizers[1]):
+        with entered(masters, optimizers[1]):
             optimizers[1].step()
     copies = masters.state_dict(kept.named_parameters())
     for name, parameter in exact.named_parameters():
@@ -177,7 +188,7 @@ def test_an_exception_in_a_step_leaves_the_stored_dtype_behind(part: str) -> Non
 
     with pytest.raises(ArithmeticError, match="broken step"):
         if part == "step":
-            with masters.entered(optimizer):
+            with entered(masters, optimizer):
                 broken()
         else:
             masters.enter(optimizer)
@@ -205,7 +216,7 @@ def test_parameters_that_are_not_16_bit_are_left_alone_in_a_step() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     high, exact = model.high.grad, model.exact.grad
-    with masters.entered(optimizer):
+    with entered(masters, optimizer):
         assert {p.dtype for p in (model.low, model.high)} == {FP32}
         assert model.high.grad is high
         optimizer.step()
@@ -221,7 +232,7 @@ def test_a_parameter_without_a_gradient_keeps_none_and_does_not_move() -> None:
     model = scalar_model()
     masters = prepared(model)
     optimizer = adamw(model.parameters())
-    with masters.entered(optimizer):
+    with entered(masters, optimizer):
         assert model.weight.grad is None
         optimizer.step()
     assert model.weight.item() == 1.0
@@ -249,7 +260,7 @@ def test_a_sparse_gradient_reaches_the_copy() -> None:
     assert model.weight.grad is not None
     assert model.weight.grad.is_sparse
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-10)
-    with masters.entered(optimizer):
+    with entered(masters, optimizer):
         optimizer.step()
     copied = masters.state_dict(model.named_parameters())["weight"]
     assert copied[:, 0].tolist() == [1.0, 1 - 2.0**-9, 1.0, 1.0]
