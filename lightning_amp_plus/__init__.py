@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_amp_plus._version import __version__
 
 if TYPE_CHECKING:
-    from lightning_amp_plus.errors import ScaleCollapseError, SkipLimitError
+    from lightning_amp_plus.errors import IncompatiblePrecisionError, ScaleCollapseError, SkipLimitError
     from lightning_amp_plus.policy import PrecisionPolicy, Rule
     from lightning_amp_plus.precision import AmpPrecision
     from lightning_amp_plus.routing import plan
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "AmpPrecision": "precision",
+    "IncompatiblePrecisionError": "errors",
     "LossScale": "scaling.loss_scale",
     "PrecisionPolicy": "policy",
     "Rule": "policy",
@@ -33,6 +34,7 @@ _ROOMS = {
 
 __all__ = [
     "AmpPrecision",
+    "IncompatiblePrecisionError",
     "LossScale",
     "PrecisionPolicy",
     "Rule",

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+class IncompatiblePrecisionError(ValueError):
+    """Raised when a checkpoint cannot be continued in the precision of this run; says what differs and what to do."""
+
+
 class SkipLimitError(RuntimeError):
     """Raised when too many windows in a row were skipped because their gradients were not finite.
 

@@ -53,22 +53,25 @@ class Journal:
         self.device = torch.device("cpu")
         self._unranked: list[StepReport] = []
         self._deferred = False  # whether a verdict since the last log point is known to the device only
-        self._subscribers: dict[Subscriber, Callable[[Any], bool] | None] = {}
+        self._subscribers: list[tuple[Subscriber, Callable[[Any], bool] | None]] = []
         self._pending: list[StepReport] = []
         self._warned: set[str] = set()
 
     def subscribe(self, subscriber: Subscriber, grad_norm: Callable[[Any], bool] | None = None) -> Callable[[], None]:
         """See ``AmpPrecision.subscribe``."""
-        self._subscribers[subscriber] = grad_norm
+        if not callable(subscriber):
+            raise TypeError(f"subscribe({subscriber!r}): expected a function that takes a StepReport.")
+        entry = (subscriber, grad_norm)
+        self._subscribers.append(entry)
 
         def unsubscribe() -> None:
-            self._subscribers.pop(subscriber, None)
+            self._subscribers[:] = [other for other in self._subscribers if other is not entry]
 
         return unsubscribe
 
     def wants_grad_norm(self, window: Any) -> bool:
         """Whether a subscriber asks for the gradient norm of ``window``."""
-        return any(wants(window) for wants in self._subscribers.values() if wants is not None)
+        return any(wants(window) for _, wants in self._subscribers if wants is not None)
 
     def take(self, report: StepReport) -> None:
         """Delivers ``report``; counts what can be counted without a transfer, and at log points all that is waiting.
@@ -85,7 +88,7 @@ class Journal:
             self._unranked.append(report)
             if on_host or log_point:  # the same windows on every rank, whoever has read what in between
                 self._name_ranks()
-        for subscriber in list(self._subscribers):
+        for subscriber, _ in list(self._subscribers):
             subscriber(report)
         self._deferred = not log_point and (self._deferred or not on_host)
         if not self._deferred:
@@ -149,6 +152,8 @@ class Journal:
             return f"{start}{kept} Said once; see plugin.history."
         moved = report.next_scale != report.scale
         scale = f"went from {report.scale:g} to {report.next_scale:g}" if moved else f"stays at {report.scale:g}"
+        if self.static:
+            return f"{start}The static loss scale stays at {report.scale:g}. Said once; see plugin.history."
         return (
             f"{start}The loss scale {scale}. A few skips while the scale finds its level are normal. Said once; see "
             "plugin.history or add LossScaleMonitor()."
@@ -184,11 +189,11 @@ class Journal:
         if self.static:
             raise SkipLimitError(
                 f"{skips} windows in a row were skipped, up to step {report.step}: under the static loss scale of "
-                f"{report.scale:g} the {origin} pass overflowed every time; {where}. What to do: {remedy}; or use a "
-                f"lower scale, or a LossScale, which finds its own. {limit}"
+                f"{report.scale:g} the {origin} pass overflowed every time; {where}. What to do: {remedy}"
+                f"{'' if origin == 'forward' else '; or use a lower scale, or a LossScale, which finds its own'}. {limit}"
             )
         raise ScaleCollapseError(
-            f"{skips} windows in a row were skipped, up to step {report.step}: the loss scale went down to "
+            f"{skips} windows in a row were skipped, up to step {report.step}: the loss scale is down to "
             f"{report.next_scale:g} and the {origin} pass still overflowed; {where}. "
             f"Scale history (scale*windows): {_tail(self.history)}. What to do: {remedy}. {limit}"
         )
@@ -229,7 +234,7 @@ class Journal:
 
 def _below_one(report: StepReport) -> str:
     return (
-        f"The loss scale fell to {report.next_scale:g}, below 1, at step {report.step}: it now shrinks gradients instead "
+        f"The loss scale is {report.next_scale:g}, below 1, at step {report.step}: it now shrinks gradients instead "
         "of lifting them. Activations or gradients come near FP16's limit of 65504; consider bf16-mixed or a rule that "
         "keeps the layers in fp32."
     )

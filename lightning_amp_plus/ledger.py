@@ -7,7 +7,7 @@ overlap, and one optimizer's gradients may wait, scaled, while another one steps
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_amp_plus.scaling.gradients import dense_gradients, parameters_of, parameters_with_gradients
 
 _KEPT_LOSSES = 1024  # per window; in a longer one the oldest are not looked at for the overflow's origin
+_WATCHED = 16
 _CONSUMED = "_lightning_amp_plus_consumed"
 
 
@@ -65,7 +66,9 @@ class Ledger:
         self.discard()
 
     def watch_backwards(self) -> Callable[[], None]:
-        """Notices backwards past the plugin, at the first and the last parameter of each optimizer.
+        """Notices backwards past the plugin where they reach one of a few parameters, spread over each optimizer's.
+
+        A hook on every parameter would cost a microsecond for each in every backward.
 
         Returns:
             The function that ends it.
@@ -73,7 +76,10 @@ class Ledger:
         handles = []
         for optimizer in self.optimizers:
             trained = [p for p in parameters_of(optimizer) if p.requires_grad]
-            watched: dict[int, Any] = {id(p): p for p in (*trained[:1], *trained[-1:])}
+            spread = (
+                [trained[round(i * (len(trained) - 1) / (_WATCHED - 1))] for i in range(_WATCHED)] if trained else []
+            )
+            watched: dict[int, Any] = {id(p): p for p in spread}
             for parameter in watched.values():
                 handles.append(parameter.register_post_accumulate_grad_hook(self._note_foreign))
 
@@ -160,6 +166,15 @@ class Ledger:
         for parameter in parameters if self.manual else ():
             if parameter.grad is not None:
                 setattr(parameter.grad, _CONSUMED, parameter.grad._version)
+
+    def scaled_gradients(self) -> Iterator[list[Tensor]]:
+        """Gradients of open windows, by optimizer, that carry the present scale."""
+        for optimizer in self.optimizers:
+            if self.has_backward(optimizer) and not self.window_of(optimizer).unscaled:
+                parameters = parameters_with_gradients(optimizer)
+                held = dense_gradients(p for p in parameters if not self.manual or self.is_fresh(p))
+                if held:
+                    yield held
 
     def held_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Gradients of *other* optimizers that still carry the present scale while ``optimizer`` steps."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus.casts import DTYPES
+from lightning_amp_plus.errors import IncompatiblePrecisionError
 from lightning_amp_plus.history import History
 from lightning_amp_plus.integration.averaging import gate_averaging
 from lightning_amp_plus.integration.checks import idle_optimizer, refuse_half_parameters, refuse_lbfgs
@@ -116,6 +118,9 @@ class AmpPrecision(FSDPPrecision):
             )
         if max_consecutive_skips is None:
             max_consecutive_skips = 100 if scaler is not None and scaler.dynamic else 10
+        for name, flag in (("check_finite", check_finite), ("advance_scheduler_on_skip", advance_scheduler_on_skip)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name}={flag!r}: expected True or False.")
         _whole("max_consecutive_skips", max_consecutive_skips)
         if check_ranks_every is not None:
             _whole("check_ranks_every", check_ranks_every)
@@ -191,9 +196,10 @@ class AmpPrecision(FSDPPrecision):
             )
         names = [route.name for route in self.plan.routes]
         if module_name not in names:
-            raise ValueError(
-                f"set_route({module_name!r}): there is no such module. Names are those of the plan: {names}"
-            )
+            close = get_close_matches(module_name, names, n=3) or names[1:4]
+            raise ValueError(f"set_route({module_name!r}): there is no such module. Close to it: {close}.")
+        if not module_name:
+            raise ValueError("set_route(''): the model as a whole is moved by another policy; name one of its modules.")
         prefix = _escape_glob(module_name)
         why = reason or "moved while training"
         moves: tuple[Rule, ...] = (Rule(prefix, compute=compute, reason=why),)
@@ -221,6 +227,8 @@ class AmpPrecision(FSDPPrecision):
             refuse_strategy(trainer.strategy)
             self.device = device_type(trainer.strategy)
         refuse_half_parameters(module, self.policy)
+        if self._module is not None and self._module is not module:
+            self._moves = ()  # they were of another model
         self._apply_plan(module, self._moves)
         self._module = module
         return module
@@ -548,20 +556,30 @@ class AmpPrecision(FSDPPrecision):
         """Continues from :meth:`state_dict`.
 
         Raises:
-            ValueError: If the state is from a newer version, incomplete, or of a run with another kind of loss scale.
+            IncompatiblePrecisionError: If the state is from another version, or of a run with another kind of loss scale.
+            ValueError: If it is incomplete or broken.
         """
         version = state_dict.get("schema_version")
         if version != SCHEMA_VERSION:
-            raise ValueError(
+            raise IncompatiblePrecisionError(
                 f"The precision state in the checkpoint has schema_version {version!r}; this version of "
                 f"lightning_amp_plus reads {SCHEMA_VERSION}. Resume with the version that wrote it."
             )
         missing = [key for key in ("scaler", "windows", "history", "moves") if key not in state_dict]
         if missing:
             raise ValueError(f"The precision state in the checkpoint lacks {missing}; found {sorted(state_dict)}.")
-        if (self._masters is not None) != ("master_weights" in state_dict):
-            saved, now = ("without", "keeps them") if self._masters is not None else ("with", "does not keep any")
-            raise ValueError(f"The checkpoint was saved {saved} master weights, but this run {now}.")
+        for what, saved, now in (
+            ("a loss scale", state_dict["scaler"] is not None, self.scaler is not None),
+            ("master weights", "master_weights" in state_dict, self._masters is not None),
+        ):
+            if saved != now:
+                had, has = ("with", "has none") if saved else ("without", "has one" if what[0] == "a" else "keeps them")
+                before = PrecisionPolicy.from_dict(state_dict["policy"]).lightning_precision
+                raise IncompatiblePrecisionError(
+                    f"The checkpoint was saved {had} {what}, but this run {has}: it was trained under {before!r}, and this "
+                    f"run is {self.precision!r}. Resume with the policy and loss_scale it was trained with; for the "
+                    "weights alone, load its state_dict into the model and start a new fit."
+                )
         # What can be refused comes first; the sequence checks its own part before it takes it.
         moves = tuple(Rule(**move) for move in state_dict["moves"])
         self._sequence.load_state_dict(state_dict)

@@ -165,12 +165,12 @@ def refuse_fp8(policy: PrecisionPolicy) -> None:
         )
 
 
-def plan(model: nn.Module, policy: PrecisionPolicy, hardware: str | torch.device | None = None) -> RoutePlan:
+def plan(model: nn.Module, policy: PrecisionPolicy | str, hardware: str | torch.device | None = None) -> RoutePlan:
     """Decides what each module of a model computes in, and says why. Changes nothing and draws no random number.
 
     Args:
         model: The model; names in rules are relative to it. Its weights are not read and may be on the meta device.
-        policy: What is wanted.
+        policy: What is wanted: a policy or one of the strings it knows.
         hardware: Device that it will run on, by default that of the first parameter. What operations make of autocast
             is measured there, and left open (``-``) if the device is not present.
 
@@ -179,6 +179,8 @@ def plan(model: nn.Module, policy: PrecisionPolicy, hardware: str | torch.device
         TypeError: If a module that needs a route cannot carry one.
         NotImplementedError: If the policy asks for FP8.
     """
+    if isinstance(policy, str):
+        policy = PrecisionPolicy.from_string(policy)
     refuse_fp8(policy)
     device_type = _device_type(model, hardware)
     names = ModelNames(model)

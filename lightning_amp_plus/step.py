@@ -80,7 +80,7 @@ class StepSequence:
         self._before_backward: Callable[[], None] | None = None
         self._looked_at: set[int] = set()
         if self.scaler is not None:
-            self.scaler.unscaler = self.unscale
+            self.scaler.unscaler, self.scaler.on_set = self.unscale, self._rescale
 
     def begin_fit(
         self,
@@ -144,6 +144,11 @@ class StepSequence:
         assert isinstance(scaled, Tensor)
         return scaled
 
+    def _rescale(self, ratio: float) -> None:
+        """The scale was set by hand: gradients that carry the old one are brought to the new one."""
+        for gradients in self.ledger.scaled_gradients():
+            multiply(gradients, ratio)
+
     def record_loss(self, loss: Tensor) -> None:
         """Keeps the loss of the backward that just ran, detached and still scaled, to tell where an overflow began."""
         if self.check_finite:
@@ -181,6 +186,9 @@ class StepSequence:
         gradients = dense_gradients(fresh)
         if gradients:
             add_verdict(state, unscale_and_check(gradients, self._factor(gradients[0].device, window)))
+            if self._may_overflow(gradients, window):
+                # The check looked at what was there before the multiplication.
+                add_verdict(state, unscale_and_check(gradients, self._one(gradients[0].device)))
         # Unscaled by an earlier step: a second step on the same backward, or parameters shared with another optimizer.
         others = [p for p in parameters if not self.ledger.is_fresh(p)] if len(fresh) < len(parameters) else []
         consumed = dense_gradients(others)
@@ -199,6 +207,14 @@ class StepSequence:
             items = scalar(window.num_items, device)
             factor = factor / torch.where(items > 0, items, 1.0)  # a sum over no item at all has no gradient either
         return factor
+
+    def _may_overflow(self, gradients: list[Tensor], window: Window | None) -> bool:
+        """Whether unscaling can carry a finite gradient past its format's range: a factor above 1, as far as is known."""
+        known = 1.0 if self.scaler is None else self.scaler.host_scale()
+        weighted = window is not None and (window.gradient_factor > 1.0 or window.num_items is not None)
+        # A scale that only the device knows may be below 1, which matters where the range is FP16's.
+        narrow = known is None and any(gradient.dtype == torch.float16 for gradient in gradients)
+        return weighted or narrow or (known is not None and known < 1.0)
 
     def _one(self, device: torch.device) -> Tensor:
         if device not in self._ones:
@@ -395,10 +411,6 @@ class StepSequence:
         try:
             self._refuse_hidden_gradients(optimizer)
             window = close()
-            if isinstance(window.num_items, float) and window.num_items == 0 and self.verdicts.alone:
-                raise ValueError(
-                    "training_step returned num_items that add up to 0 over the window: a loss over nothing."
-                )
         except (RuntimeError, ValueError) as error:
             return Window(self.journal.windows), error
         raw = self._raw_backward(optimizer, parameters, has_backward) if self.ledger.manual else None

@@ -10,6 +10,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.plugins.precision import Precision as StockPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -44,6 +45,14 @@ class Net(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters())
+
+
+def nn_only() -> Net:
+    """A model without the module that a test has moved."""
+    model = Net()
+    model.body = nn.Linear(4, 8)
+    model.loss = lambda batch: nn.functional.mse_loss(model.head(model.body(batch[0])).float(), batch[1])  # type: ignore[method-assign]
+    return model
 
 
 def data() -> DataLoader[Any]:
@@ -224,8 +233,11 @@ def test_module_moved_while_training_computes_elsewhere_from_the_next_step_on() 
     trainer(plugin, callbacks=[move]).fit(Net(), data())
     assert move.seen == [torch.bfloat16] * 2 + [torch.float32] * 10
     assert plugin.plan is not None and plugin.plan["body.2"].reason == "overflowed"
-    with pytest.raises(ValueError, match=r"'bdy'.*'body.0'"):
+    with pytest.raises(ValueError, match=r"'bdy'.*'body'"):
         plugin.set_route("bdy", "fp32")
+    with pytest.raises(ValueError, match="as a whole"):
+        plugin.set_route("", "fp32")
+    trainer(plugin).fit(nn_only(), data())  # the move was of another model
 
 
 # -------------------------------------------------------------------- windows
@@ -258,7 +270,6 @@ def test_items_weight_unequal_micro_batches_as_one_batch_would(precision: str, a
     ("outputs", "words"),
     [
         ([2, None, 2], r"2 of the 3 micro-batches"),
-        ([0, 0, 0], r"add up to 0"),
         ([-1, 1, 1], r"num_items=-1"),
         ([torch.ones(2), 1, 1], r"shape \(2,\)"),
     ],
@@ -273,6 +284,21 @@ def test_item_counts_that_cannot_be_meant_are_refused(outputs: list[Any], words:
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=words):
         trainer(AmpPrecision("bf16-mixed"), accumulate_grad_batches=3, limit_train_batches=3).fit(model, data())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("zero", [0, torch.tensor(0)])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_window_over_no_item_at_all_moves_nothing(precision: str, zero: Any) -> None:
+    class Padding(Net):
+        def training_step(self, batch: Any, _: int) -> Any:
+            return {"loss": self.loss(batch) * 0.0, "num_items": zero}
+
+    model = Padding(lambda p: torch.optim.SGD(p, lr=1.0))
+    before = copy.deepcopy(model.state_dict())
+    plugin = AmpPrecision(precision, loss_scale=64.0 if precision == "16-mixed" else "auto")
+    trainer(plugin, limit_train_batches=3).fit(model, data())
+    assert plugin.applied_steps == 3
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -374,6 +400,23 @@ class Weight(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("edit", ["copy", "data"])
+def test_edits_of_weights_during_a_fit_are_not_undone_by_masters(edit: str) -> None:
+    class Clamped(Net):
+        def on_train_batch_end(self, *_: Any) -> None:
+            with torch.no_grad():
+                if edit == "copy":
+                    self.head.weight.copy_(torch.full_like(self.head.weight, 0.25))
+                else:
+                    self.head.weight.data.clamp_(0.25, 0.25)
+
+    model = Clamped(lambda p: torch.optim.SGD(p, lr=1e-6))
+    trainer(AmpPrecision(PrecisionPolicy("bf16", params="bf16", master_weights=True))).fit(model, data())
+    assert model.head.weight.eq(0.25).all()
+    trainer(AmpPrecision(PrecisionPolicy("bf16", params="bf16", master_weights=True)), max_steps=1).fit(model, data())
+    torch.testing.assert_close(model.head.weight.float(), torch.full((2, 8), 0.25), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
@@ -543,6 +586,23 @@ def test_first_skip_warns_once_with_no_callback_installed() -> None:
     with pytest.warns(UserWarning, match="Step 0 was skipped") as record:
         trainer(AmpPrecision("bf16-mixed")).fit(Overflowing(), data())
     assert sum("was skipped" in str(w.message) for w in record) == 1
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_complex_parameters_train_as_in_stock(clip: float | None) -> None:
+    class Complex(Net):
+        def __init__(self) -> None:
+            super().__init__(lambda p: torch.optim.SGD(p, lr=0.1))
+            self.w = nn.Parameter(torch.ones(4, 3, dtype=torch.cfloat))
+
+        def loss(self, batch: Any) -> Tensor:
+            return (batch[0].to(torch.cfloat) @ self.w).abs().pow(2).mean() + super().loss(batch)
+
+    ours, stock = Complex(), Complex()
+    trainer(AmpPrecision("32-true"), gradient_clip_val=clip).fit(ours, data())
+    trainer(StockPrecision(), gradient_clip_val=clip).fit(stock, data())
+    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_import_pulls_in_no_optional_package() -> None:

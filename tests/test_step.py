@@ -357,6 +357,31 @@ def test_forward_overflow_can_be_exempted_from_lowering_the_scale(fused: bool) -
     assert close(sequence, optimizer).next_scale == 4.0
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_finite_gradient_that_unscaling_makes_infinite_is_an_overflow(fused: bool) -> None:
+    model = nn.Linear(1, 1, bias=False).half()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    before = weights(model)
+    sequence = sequence_for(optimizer, scale=LossScale(init=0.25))
+    backward(sequence, (model.weight * 50000.0 * 4).sum() * 0.5)
+    assert model.weight.grad is not None and model.weight.grad.isfinite().all()
+    assert close(sequence, optimizer).outcome == "skipped_overflow"
+    assert torch.equal(before[0], model.weight)
+
+
+def test_scale_set_by_hand_in_mid_window_carries_the_gradients_along() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = sgd(model.parameters())
+    sequence = sequence_for(optimizer, scale=LossScale(init=1024.0))
+    assert sequence.scaler is not None
+    backward(sequence, model(torch.ones(1, 1)).sum())
+    sequence.scaler.update(16.0)
+    backward(sequence, 2.0 * model(torch.ones(1, 1)).sum())
+    seen: list[float] = []
+    close(sequence, optimizer, hooks=lambda: seen.append(model.weight.grad.item()))  # type: ignore[union-attr]
+    assert seen == [3.0]
+
+
 def test_dropped_window_zeroes_its_gradients() -> None:
     model = nn.Linear(1, 1)
     optimizer = sgd(model.parameters())
@@ -411,7 +436,9 @@ def test_run_of_skips_under_a_static_scale_says_so() -> None:
     sequence = StepSequence(scaler, True, 3, [].append)
     with pytest.raises(SkipLimitError, match=r"static loss scale of 512.*lower scale") as error:
         for _ in range(10):
-            backward(sequence, model(torch.ones(1, 1)).sum() * math.inf)
+            loss = model(torch.ones(1, 1)).sum()
+            loss.register_hook(lambda g: g * math.inf)
+            backward(sequence, loss)
             close(sequence, optimizer)
     assert not isinstance(error.value, ScaleCollapseError)
 

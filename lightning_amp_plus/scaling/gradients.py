@@ -45,6 +45,8 @@ def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
             gradient = gradient._values()
         elif is_dtensor(gradient):
             gradient = local_part(gradient)
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
         if gradient.numel():
             gradients.append(gradient)
     return gradients

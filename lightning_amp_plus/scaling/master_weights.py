@@ -74,6 +74,8 @@ class MasterWeights:
                 continue
             low, gradient = parameter.data, parameter.grad
             parameter.grad = None
+            # Elements that no longer round to what is stored were edited meanwhile (loaded, clamped): the edit counts.
+            master.copy_(torch.where(master.to(low.dtype) == low, master, low.float()))
             parameter.data = master
             if gradient is not None:
                 parameter.grad = gradient.float()

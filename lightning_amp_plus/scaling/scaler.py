@@ -43,6 +43,7 @@ class LossScaler(torch.amp.GradScaler):
         self._inverse: Tensor | None = None
         self._host: tuple[float, float, float] | None = (to_fp32(config.init), 0.0, float(config.hysteresis))
         self.unscaler: Callable[[Optimizer], None] | None = None
+        self.on_set: Callable[[float], None] | None = None
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         # From the host's copy: it may have taken verdicts (of other ranks) before the first loss was scaled here.
@@ -155,7 +156,10 @@ class LossScaler(torch.amp.GradScaler):
         value = float(new_scale)
         if not usable(value):
             raise ValueError(f"scaler.update(new_scale={value:g}): expected a finite number above 0.")
-        self._restore(to_fp32(value), self._fetch()[1], self._fetch()[2])
+        before, tracker, hysteresis = self._fetch()
+        self._restore(to_fp32(value), tracker, hysteresis)
+        if self.on_set is not None:
+            self.on_set(to_fp32(value) / before)
 
     @override
     def set_growth_factor(self, new_factor: float) -> None:
@@ -246,7 +250,14 @@ class LossScaler(torch.amp.GradScaler):
         # torch refuses to pickle a scaler in mid-window; ours keeps no window, so its state is always whole. Device
         # tensors are rebuilt from the host's copy.
         scale, tracker, hysteresis = self._fetch()
-        rebuilt = {"_scale": None, "_growth_tracker": None, "_hysteresis": None, "_inverse": None, "unscaler": None}
+        rebuilt = {
+            "_scale": None,
+            "_growth_tracker": None,
+            "_hysteresis": None,
+            "_inverse": None,
+            "unscaler": None,
+            "on_set": None,
+        }
         initial = {"_init_scale": scale, "_init_growth_tracker": int(tracker), "_init_hysteresis": int(hysteresis)}
         return {**self.__dict__, **rebuilt, **initial}
 
@@ -293,7 +304,9 @@ def make_scaler(loss_scale: Any, *, fp16: bool, warn: Callable[[str], None]) -> 
         )
     value = float(loss_scale)
     if not math.isfinite(value) or not 2.0**-126 <= value <= 2.0**126:
-        raise ValueError(f"loss_scale={loss_scale!r}: a static scale must be a finite number above 0.")
+        raise ValueError(
+            f"loss_scale={loss_scale!r}: a static scale must be a finite number above 0, from 2**-126 to 2**126."
+        )
     return LossScaler(LossScale(init=value, min=min(value, 2.0**-14), max=max(value, 2.0**24)), "cpu", dynamic=False)
 
 
