@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus.casts import DTYPES
-from lightning_amp_plus.errors import IncompatiblePrecisionError
+from lightning_amp_plus.checkpoint.state import CHECKPOINT_KEY, describe_run, refuse_state
 from lightning_amp_plus.history import History
 from lightning_amp_plus.integration.averaging import gate_averaging
 from lightning_amp_plus.integration.checks import idle_optimizer, refuse_half_parameters, refuse_lbfgs
@@ -54,9 +54,6 @@ from lightning_amp_plus.scaling.scaler import LossScaler, make_scaler
 from lightning_amp_plus.step import StepSequence
 from lightning_amp_plus.step_report import StepReport
 from lightning_amp_plus.window import Window
-
-CHECKPOINT_KEY = "lightning_amp_plus"
-SCHEMA_VERSION = 1
 
 
 class AmpPrecision(FSDPPrecision):
@@ -540,13 +537,7 @@ class AmpPrecision(FSDPPrecision):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Everything of ours, as plain types and tensors."""
-        state: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
-            "policy": self.policy.to_dict(),
-            "fingerprint": self.policy.fingerprint(),
-            "moves": [{"match": m.match, "compute": m.compute, "reason": m.reason} for m in self._moves],
-            **self._sequence.state_dict(),
-        }
+        state = {**describe_run(self.policy, self._moves), **self._sequence.state_dict()}
         if self._masters is not None:
             state["master_weights"] = self._masters.state_dict(self._named_parameters())
         return state
@@ -559,27 +550,7 @@ class AmpPrecision(FSDPPrecision):
             IncompatiblePrecisionError: If the state is from another version, or of a run with another kind of loss scale.
             ValueError: If it is incomplete or broken.
         """
-        version = state_dict.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise IncompatiblePrecisionError(
-                f"The precision state in the checkpoint has schema_version {version!r}; this version of "
-                f"lightning_amp_plus reads {SCHEMA_VERSION}. Resume with the version that wrote it."
-            )
-        missing = [key for key in ("scaler", "windows", "history", "moves") if key not in state_dict]
-        if missing:
-            raise ValueError(f"The precision state in the checkpoint lacks {missing}; found {sorted(state_dict)}.")
-        for what, saved, now in (
-            ("a loss scale", state_dict["scaler"] is not None, self.scaler is not None),
-            ("master weights", "master_weights" in state_dict, self._masters is not None),
-        ):
-            if saved != now:
-                had, has = ("with", "has none") if saved else ("without", "has one" if what[0] == "a" else "keeps them")
-                before = PrecisionPolicy.from_dict(state_dict["policy"]).lightning_precision
-                raise IncompatiblePrecisionError(
-                    f"The checkpoint was saved {had} {what}, but this run {has}: it was trained under {before!r}, and this "
-                    f"run is {self.precision!r}. Resume with the policy and loss_scale it was trained with; for the "
-                    "weights alone, load its state_dict into the model and start a new fit."
-                )
+        refuse_state(state_dict, self.policy, scaled=self.scaler is not None, masters=self._masters is not None)
         # What can be refused comes first; the sequence checks its own part before it takes it.
         moves = tuple(Rule(**move) for move in state_dict["moves"])
         self._sequence.load_state_dict(state_dict)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_amp_plus import AmpPrecision, LossScale, PrecisionPolicy, Rule
-from lightning_amp_plus.precision import CHECKPOINT_KEY
+from lightning_amp_plus.checkpoint.state import CHECKPOINT_KEY
 
 
 class Net(L.LightningModule):
@@ -138,7 +138,7 @@ def test_fp8_is_refused_until_it_is_there() -> None:
         AmpPrecision(PrecisionPolicy("bf16", rules=[Rule("head", compute="fp8")]))
 
 
-@pytest.mark.parametrize("left_out", ["windows", "history", "scaler", "moves"])
+@pytest.mark.parametrize("left_out", ["windows", "history", "scaler", "moves", "policy"])
 def test_incomplete_state_is_refused_with_nothing_changed(left_out: str) -> None:
     plugin = AmpPrecision("16-mixed", loss_scale=LossScale(init=8.0))
     state = AmpPrecision("16-mixed", loss_scale=LossScale(init=32.0)).state_dict()

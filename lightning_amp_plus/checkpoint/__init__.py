@@ -1,0 +1,1 @@
+"""What of the precision a checkpoint holds, and whether a run may continue it."""
