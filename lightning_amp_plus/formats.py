@@ -1,6 +1,6 @@
 """Number formats as values: what a floating-point format can hold, how it rounds, which loss scales it leaves room for.
 
-Used by the FP8 recipes, the policy, the reports and the ``formats`` command. Knows nothing but torch.
+Used by ``integration.checks`` and, to come, by the FP8 recipes and the ``formats`` command. Knows nothing but torch.
 
 A format is described by two bit counts; all other figures follow from them by the rules of IEEE 754-2019, sections 3.3
 and 3.4: with ``e`` exponent bits and ``f`` fraction bits, ``bias = 2**(e - 1) - 1``, a normal number is

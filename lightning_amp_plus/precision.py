@@ -28,7 +28,7 @@ from lightning_amp_plus.casts import DTYPES
 from lightning_amp_plus.checkpoint.state import CHECKPOINT_KEY, describe_run, refuse_state
 from lightning_amp_plus.history import History
 from lightning_amp_plus.integration.averaging import gate_averaging
-from lightning_amp_plus.integration.checks import idle_optimizer, refuse_half_parameters, refuse_lbfgs
+from lightning_amp_plus.integration.checks import refuse_half_parameters, refuse_lbfgs, silent_faults
 from lightning_amp_plus.integration.instance_hooks import InstanceHooks
 from lightning_amp_plus.integration.items import ItemCounts
 from lightning_amp_plus.integration.schedulers import gate_schedulers
@@ -342,7 +342,8 @@ class AmpPrecision(FSDPPrecision):
         for optimizer in optimizers:
             if masters is not None:
                 masters.attach_optimizer(optimizer)
-            elif (warning := idle_optimizer(optimizer)) is not None:
+                continue
+            for warning in silent_faults(optimizer):
                 _warn(warning)
         self._items.clear()
         self._sequence.begin_fit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import lightning.pytorch as L
@@ -625,3 +626,20 @@ def test_optimizer_that_would_not_move_is_warned_about() -> None:
         pytest.skip("mended in torch 2.14")
     with pytest.warns(UserWarning, match=r"SGD\(fused=True\) does not move 16-bit parameters"):
         trainer(AmpPrecision("bf16-true"), max_steps=1).fit(model, data())
+
+
+@pytest.mark.parametrize(
+    ("policy", "eps", "warned"),
+    [
+        ("16-true", 1e-8, True),
+        ("16-true", 1e-4, False),
+        ("bf16-true", 1e-8, False),
+        (PrecisionPolicy("fp16", params="fp16", master_weights=True), 1e-8, False),
+    ],
+)
+def test_eps_that_fp16_makes_zero_is_warned_about(policy: Any, eps: float, warned: bool) -> None:
+    model = Net(lambda p: torch.optim.AdamW(p, lr=1e-3, eps=eps))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(AmpPrecision(policy), max_steps=1).fit(model, data())
+    assert any("zero gradient becomes NaN" in str(w.message) for w in caught) is warned

@@ -97,6 +97,12 @@ class LossScaleMonitor(pl.Callback):
         self._warned: set[str] = set()
         self._forget_run()
 
+    @property
+    @override
+    def state_key(self) -> str:
+        """Of its own for each setting, so that a Trainer can hold several."""
+        return self._generate_state_key(every_n_steps=self.every_n_steps, window=self.window)
+
     def _forget_run(self) -> None:
         self._plugin: AmpPrecision | None = None
         self._unsubscribe: Callable[[], None] | None = None

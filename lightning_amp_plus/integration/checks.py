@@ -7,6 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_amp_plus.formats import FP16
 from lightning_amp_plus.policy import PrecisionPolicy
 from lightning_amp_plus.scaling.gradients import parameters_of
 
@@ -44,17 +45,34 @@ def refuse_lbfgs(optimizer: Optimizer, precision: str) -> None:
         )
 
 
-def idle_optimizer(optimizer: Optimizer) -> str | None:
-    """What to warn of: torch 2.13's fused SGD leaves 16-bit parameters on CPU where they are (16 elements and more)."""
-    idle = (
+def silent_faults(optimizer: Optimizer) -> list[str]:
+    """What to warn of: optimizers that fail without a word on the 16-bit parameters they were given.
+
+    torch 2.13's fused SGD leaves such parameters on CPU where they are (16 elements and more). An ``eps`` that FP16
+    rounds to zero makes Adam divide zero by zero wherever a gradient is zero.
+    """
+    found = []
+    if (
         type(optimizer) is torch.optim.SGD
         and torch.__version__ < "2.14"
         and any(group.get("fused") for group in optimizer.param_groups)
         and any(p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16) for p in parameters_of(optimizer))
-    )
-    if not idle:
-        return None
-    return (
-        "SGD(fused=True) does not move 16-bit parameters on CPU (torch 2.13). Use fused=False, or a policy with "
-        "master_weights=True, whose optimizer works on FP32."
-    )
+    ):
+        found.append(
+            "SGD(fused=True) does not move 16-bit parameters on CPU (torch 2.13). Use fused=False, or a policy with "
+            "master_weights=True, whose optimizer works on FP32."
+        )
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        if (
+            isinstance(eps, float)
+            and eps <= FP16.underflow_threshold
+            and any(p.dtype == torch.float16 for p in group["params"])
+        ):
+            found.append(
+                f"{type(optimizer).__name__}(eps={eps:g}) on parameters stored in FP16: this eps is zero there, so a "
+                "zero gradient becomes NaN. Use eps=1e-4, or a policy with master_weights=True, whose optimizer works on "
+                "FP32."
+            )
+            break
+    return found
