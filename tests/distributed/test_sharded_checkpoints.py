@@ -106,6 +106,13 @@ def write_and_resume(folder: str) -> dict[str, Any]:
     return outcomes_of(jobs)
 
 
+def write_only(folder: str) -> dict[str, Any]:
+    world = dist.get_world_size()
+    return outcomes_of(
+        {f"first: {name}": partial(run, name, SAVED_AT, save=path_of(folder, name, world)) for name in ANY_WORLD}
+    )
+
+
 def resume_elsewhere(folder: str, world: int, write: bool) -> dict[str, Any]:
     jobs: dict[str, Any] = {}
     for layout in ANY_WORLD:
@@ -134,6 +141,16 @@ def one(folder: str, two: Any) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def two_again(folder: str, one: Any) -> list[dict[str, Any]]:
     return run_on_ranks(resume_elsewhere, 2, folder, 1, False)
+
+
+@pytest.fixture(scope="module")
+def four(folder: str) -> list[dict[str, Any]]:
+    return run_on_ranks(write_only, 4, folder)
+
+
+@pytest.fixture(scope="module")
+def four_became_two(folder: str, four: Any) -> list[dict[str, Any]]:
+    return run_on_ranks(resume_elsewhere, 2, folder, 4, False)
 
 
 def fine(ranks: list[dict[str, Any]], name: str) -> list[Any]:
@@ -177,6 +194,14 @@ def test_one_rank_becomes_two_with_scale_counters_and_history(
     assert [rank["start"] for rank in fine(two_again, f"second: {layout}")] == [saved, saved]
     first, second = fine(two_again, f"second: {layout}")
     assert same(first["weights"], second["weights"])
+
+
+@pytest.mark.parametrize("layout", ANY_WORLD)
+def test_four_ranks_become_two_with_scale_counters_and_history(
+    four: list[dict[str, Any]], four_became_two: list[dict[str, Any]], layout: str
+) -> None:
+    saved = fine(four, f"first: {layout}")[0]["end"]
+    assert [rank["start"] for rank in fine(four_became_two, f"second: {layout}")] == [saved, saved]
 
 
 def test_the_state_of_ours_is_plain_and_saved_once_beside_the_shards(folder: str, two: list[dict[str, Any]]) -> None:
