@@ -370,14 +370,15 @@ class StepSequence:
             window = close()
             if self.masters is not None:
                 self.masters.enter(optimizer)
-            gradients = dense_gradients(parameters_with_gradients(optimizer))
-            if gradients and (window.gradient_factor != 1.0 or window.num_items is not None):
-                multiply(gradients, self._factor(gradients[0].device, window))
-            self.verdicts.agree_on_items(optimizer, window, gradients)
+            parameters = parameters_with_gradients(optimizer)
+            weighted = window.gradient_factor != 1.0 or window.num_items is not None
+            if parameters and weighted:
+                multiply(dense_gradients(parameters), self._factor(parameters[0].device, window))
+            self.verdicts.agree_on_items(optimizer, window, parameters)
             state = self.ledger.window_of(optimizer)
             state.unscaled, state.overflowed = True, False  # nothing to unscale and nobody to ask
             if self.journal.wants_grad_norm(window):
-                self._measure(optimizer, state, parameters_with_gradients(optimizer))
+                self._measure(optimizer, state, parameters)
             hooks()
             return result
 
@@ -423,9 +424,8 @@ class StepSequence:
         self._looked_at.add(id(optimizer))
         hidden = [p for p in parameters_of(optimizer) if getattr(p, "main_grad", None) is not None]
         if hidden:
-            names = {id(p): name for name, p in self.journal.named_parameters()}
             raise RuntimeError(
-                f"Parameter {names.get(id(hidden[0]), 'of this optimizer')!r} accumulates its gradient in .main_grad "
+                f"Parameter {self._name_of(hidden)} accumulates its gradient in .main_grad "
                 f"(fused weight-gradient accumulation; {len(hidden)} do), which leaves .grad empty: it would be neither "
                 "unscaled nor checked nor clipped. Turn gradient_accumulation_fusion / fuse_wgrad_accumulation off."
             )
@@ -435,15 +435,17 @@ class StepSequence:
         unseen = not has_backward and any(self.ledger.is_fresh(p) for p in parameters)
         if self.scaler is None or not (unseen or self.ledger.has_foreign_gradient(optimizer)):
             return None
-        names = {id(p): name for name, p in self.journal.named_parameters()}
-        name = next(
-            (repr(names[id(p)]) for p in parameters if id(p) in names and self.ledger.is_fresh(p)), "of this optimizer"
-        )
+        name = self._name_of(p for p in parameters if self.ledger.is_fresh(p))
         return (
             f"The gradient of parameter {name} was not made from a scaled loss: a backward past the plugin changed it "
             f"since the last step. With a loss scale in use (S = {self.scaler.get_scale():g}) call "
             "self.manual_backward(loss) instead of loss.backward(). No weight was changed."
         )
+
+    def _name_of(self, parameters: Iterable[Tensor]) -> str:
+        """The first of ``parameters`` that the model has a name for, quoted for a message."""
+        names = {id(p): repr(name) for name, p in self.journal.named_parameters()}
+        return next((names[id(p)] for p in parameters if id(p) in names), "of this optimizer")
 
     def _step_or_skip(
         self,
@@ -532,9 +534,7 @@ class StepSequence:
             return None
 
         def stamp(windows: int) -> tuple[Any, ...]:
-            first = next(
-                (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None), None
-            )
+            first = next((p.grad for p in parameters_of(optimizer) if p.grad is not None), None)
             version = None if first is None else (id(first), first._version)
             return (self.ledger, self.ledger.backwards, windows, version)
 
@@ -572,14 +572,11 @@ class StepSequence:
         return {"scaler": None if self.scaler is None else self.scaler.state_dict(), **self.journal.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state_dict()``.
+        """Continues from ``state_dict()`` of a run with, or without, a loss scale as this one (``checkpoint.state`` asks).
 
         Raises:
-            ValueError: If only one of the saved and the present run has a loss scale, or the saved state is broken.
+            ValueError: If the saved scaler state is broken.
         """
-        if (state["scaler"] is None) != (self.scaler is None):
-            saved, now = ("without", "has one") if self.scaler is not None else ("with", "has none")
-            raise ValueError(f"The checkpoint was saved {saved} a loss scale, but this run {now}.")
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         self.journal.load_state_dict(state)

@@ -66,11 +66,11 @@ class Verdicts:
             self._settle_items(float(state.terms[3]))
         weight: float | Tensor = 1.0
         if self._counts_items:
-            weight = self._weigh(dense_gradients(state.parameters), state.terms[2])
+            weight = self._weigh(state.parameters, state.terms[2])
         if self.grad_norm.sharded:
             state.norm, state.norm_at = state.terms[4].sqrt() * weight, self.ledger.backwards
 
-    def agree_on_items(self, optimizer: Optimizer, window: Window, gradients: list[Tensor]) -> None:
+    def agree_on_items(self, optimizer: Optimizer, window: Window, parameters: list[Tensor]) -> None:
         """The same for a window that nobody checks: a collective only where losses are weighted by items."""
         if self.alone or self._counts_items is False:
             return
@@ -80,7 +80,7 @@ class Verdicts:
         if self._counts_items is None:
             self._settle_items(float(total[1]))
         if self._counts_items:
-            self._weigh(gradients, total[0])
+            self._weigh(parameters, total[0])
 
     def _settle_items(self, counting: float) -> None:
         """Whether this run counts items; one transfer, once."""
@@ -91,11 +91,11 @@ class Verdicts:
             )
         self._counts_items = counting > 0
 
-    def _weigh(self, gradients: list[Tensor], items: Tensor) -> Tensor:
+    def _weigh(self, parameters: list[Tensor], items: Tensor) -> Tensor:
         # The strategy averages over ranks, so the sum over all ranks is world_size times what is in the buffers. A sum
         # over no item at all has no gradient either.
         weight = self.consensus.world_size / torch.where(items > 0, items, 1.0)
-        multiply(gradients, weight)
+        multiply(dense_gradients(parameters), weight)
         return weight
 
     def read(self, state: OpenWindow) -> bool:
