@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class IncompatiblePrecisionError(ValueError):
-    """Raised when a checkpoint cannot be continued in the precision of this run; says what differs and what to do."""
+    """Raised when a checkpoint cannot be continued in the precision of this run; says what differs and what to do.
+
+    Attributes:
+        findings: What was compared (``checkpoint.compatibility.Finding``), where that is the reason.
+    """
+
+    def __init__(self, message: str, findings: tuple[Any, ...] = ()) -> None:
+        super().__init__(message)
+        self.findings = findings
 
 
 class SkipLimitError(RuntimeError):

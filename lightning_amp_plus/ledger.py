@@ -135,6 +135,15 @@ class Ledger:
         """Whether any backward went through the plugin since the optimizer's last step."""
         return self.backwards > self._stepped_at.get(id(optimizer), 0)
 
+    def micro_batches(self) -> int:
+        """Backwards in the longest of the open windows."""
+        since = [self._stepped_at.get(id(optimizer), 0) for optimizer in self.optimizers] or [0]
+        return self.backwards - min(since)
+
+    def resume_window(self, micro_batches: int) -> None:
+        """Goes on in a window whose gradients were restored from a checkpoint."""
+        self.backwards = micro_batches
+
     def unscaled_early(self) -> list[Optimizer]:
         """Optimizers whose open window was unscaled (by ``scaler.unscale_``) and may still go on."""
         return [o for o in self.optimizers if id(o) in self._open and self._open[id(o)].unscaled]

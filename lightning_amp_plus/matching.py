@@ -10,7 +10,8 @@ from torch import nn
 from lightning_amp_plus.policy import PrecisionPolicy, Rule
 from lightning_amp_plus.routed import Routed, base_class, is_metric
 
-_COMPILED = "_orig_mod"
+# Segments that wrappers put into qualified names: torch.compile, FSDP1, activation checkpointing.
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class Decision(NamedTuple):
@@ -23,8 +24,8 @@ class Decision(NamedTuple):
 
 
 def clean_name(name: str) -> str:
-    """A qualified name without the segments that torch.compile puts in."""
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+    """A qualified name without the segments that wrappers put in."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class ModelNames:

@@ -191,6 +191,12 @@ class PrecisionPolicy:
             return "16-true" if self.is_true else "16-mixed"
         return "bf16-true" if self.is_true else "bf16-mixed"
 
+    @property
+    def precision_name(self) -> str:
+        """What the whole run computes and stores in, FP8 told apart: Lightning's strings, ``fp8-mixed``, ``fp8-true``."""
+        digits = {"fp32": "32", "bf16": "bf16", "fp16": "16", "fp8": "fp8"}[self.compute]
+        return f"{digits}-true" if self.is_true or self.compute == "fp32" else f"{digits}-mixed"
+
     @classmethod
     def from_string(cls, precision: str | int) -> "PrecisionPolicy":
         """The policy that a Lightning precision string means.

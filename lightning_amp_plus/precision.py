@@ -6,7 +6,7 @@ told to ``integration``. One class serves every strategy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
@@ -25,12 +25,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus.casts import DTYPES
-from lightning_amp_plus.checkpoint.state import CHECKPOINT_KEY, describe_run, refuse_state
+from lightning_amp_plus.checkpoint.compatibility import check_allow
+from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY, Manifest, Move
 from lightning_amp_plus.history import History
 from lightning_amp_plus.integration.averaging import gate_averaging
 from lightning_amp_plus.integration.checks import refuse_half_parameters, refuse_lbfgs, silent_faults
+from lightning_amp_plus.integration.contract import CheckpointContract, moved_policy
 from lightning_amp_plus.integration.instance_hooks import InstanceHooks
 from lightning_amp_plus.integration.items import ItemCounts
+from lightning_amp_plus.integration.resume import CheckWeights, Judgment
 from lightning_amp_plus.integration.schedulers import gate_schedulers
 from lightning_amp_plus.integration.sharding import (
     check_fsdp2_units,
@@ -79,6 +82,10 @@ class AmpPrecision(FSDPPrecision):
         sync_each_microbatch: ``False`` makes FSDP2 reduce gradients once a window instead of once a micro-batch. That
             saves communication and holds the whole unsharded gradient on every rank until the window closes.
         check_ranks_every: Number of windows after which ranks compare scale and counters, to stop a run that has split.
+        allow: Fields of the checkpoint contract (``docs/checkpoints.md``) in which a resumed run may differ although a
+            difference is refused. A refusal prints what to name here.
+        check_restored_weights: Whether restored weights and optimizer state are checked for NaN and inf before a
+            resumed run begins. ``"auto"``: on an accelerator and under sharding, and on a CPU up to 64 million elements.
 
     Raises:
         ValueError: If the policy string is unknown or arguments contradict each other.
@@ -100,6 +107,8 @@ class AmpPrecision(FSDPPrecision):
         process_group: Any = None,
         sync_each_microbatch: bool = True,
         check_ranks_every: int | None = None,
+        allow: Sequence[str] = (),
+        check_restored_weights: CheckWeights = "auto",
     ) -> None:
         # FSDPPrecision's constructor is not run: it would make a scaler of its own and knows five strings only.
         if not isinstance(policy, PrecisionPolicy):
@@ -118,9 +127,13 @@ class AmpPrecision(FSDPPrecision):
         for name, flag in (("check_finite", check_finite), ("advance_scheduler_on_skip", advance_scheduler_on_skip)):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}={flag!r}: expected True or False.")
+        if check_restored_weights not in (True, False, "auto"):
+            raise ValueError(f"check_restored_weights={check_restored_weights!r}: expected True, False or 'auto'.")
         _whole("max_consecutive_skips", max_consecutive_skips)
         if check_ranks_every is not None:
             _whole("check_ranks_every", check_ranks_every)
+        self.allow = check_allow(allow)
+        self.check_restored_weights = check_restored_weights
         self.policy = policy
         self.precision = policy.lightning_precision
         self.check_finite = check_finite
@@ -132,7 +145,7 @@ class AmpPrecision(FSDPPrecision):
         self.plan: RoutePlan | None = None
         self._sequence = StepSequence(scaler, check_finite, max_consecutive_skips, _warn, check_ranks_every)
         self._masters = MasterWeights() if policy.master_weights else None
-        self._moves: tuple[Rule, ...] = ()
+        self._moves: tuple[Move, ...] = ()
         self._forget_run()
 
     def _forget_run(self) -> None:
@@ -141,6 +154,7 @@ class AmpPrecision(FSDPPrecision):
         self._items = ItemCounts()
         self._verdict_awaited = False
         self._notes: tuple[str, ...] = ()
+        self._contract = CheckpointContract(self, self._sequence, self._masters, self._items)
 
     # ---------------------------------------------------------------- what people and callbacks read
 
@@ -199,9 +213,12 @@ class AmpPrecision(FSDPPrecision):
             raise ValueError("set_route(''): the model as a whole is moved by another policy; name one of its modules.")
         prefix = _escape_glob(module_name)
         why = reason or "moved while training"
-        moves: tuple[Rule, ...] = (Rule(prefix, compute=compute, reason=why),)
+        Rule(prefix, compute=compute)  # for its errors
+        trainer = getattr(self._module, "_trainer", None)
+        step = None if trainer is None else int(trainer.global_step)
+        moves: tuple[Move, ...] = (Move(match=prefix, compute=compute, reason=why, step=step),)
         if any(name.startswith(f"{module_name}.") for name in names):
-            moves += (Rule(f"{prefix}.*", compute=compute, reason=why),)
+            moves += (Move(match=f"{prefix}.*", compute=compute, reason=why, step=step),)
         self._apply_plan(self._module, self._moves + moves)
         self._moves += moves
 
@@ -230,8 +247,8 @@ class AmpPrecision(FSDPPrecision):
         self._module = module
         return module
 
-    def _apply_plan(self, module: Module, moves: tuple[Rule, ...]) -> None:
-        policy = replace(self.policy, rules=(*self.policy.rules, *moves))
+    def _apply_plan(self, module: Module, moves: tuple[Move, ...]) -> None:
+        policy = moved_policy(self.policy, moves)
         new = replace(plan(module, policy, hardware=self.device), notes=self._notes)
         sharded = fsdp2_units(module) or is_fsdp1(module)
         if self._masters is not None and not sharded:
@@ -406,6 +423,7 @@ class AmpPrecision(FSDPPrecision):
         """Counts what is still on the device and takes back what was wrapped."""
         self._sequence.end_fit()
         self._hooks.undo()
+        self._contract.resume.close()
 
     # ---------------------------------------------------------------- the window
 
@@ -537,26 +555,23 @@ class AmpPrecision(FSDPPrecision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Everything of ours, as plain types and tensors."""
-        state = {**describe_run(self.policy, self._moves), **self._sequence.state_dict()}
-        if self._masters is not None:
-            state["master_weights"] = self._masters.state_dict(self._named_parameters())
-        return state
+        """Everything of ours that does not depend on the Trainer, as plain types and tensors."""
+        return self._contract.state(self._moves, self._named_parameters())
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from :meth:`state_dict`.
 
         Raises:
-            IncompatiblePrecisionError: If the state is from another version, or of a run with another kind of loss scale.
-            ValueError: If it is incomplete or broken.
+            IncompatiblePrecisionError: If the state is broken, from another version, or of a run in another precision,
+                and ``allow`` does not name the difference. Nothing is changed then.
         """
-        refuse_state(state_dict, self.policy, scaled=self.scaler is not None, masters=self._masters is not None)
-        # What can be refused comes first; the sequence checks its own part before it takes it.
-        moves = tuple(Rule(**move) for move in state_dict["moves"])
-        self._sequence.load_state_dict(state_dict)
-        if self._masters is not None:
-            self._masters.load_state_dict(state_dict["master_weights"], self._named_parameters())
+        judgment, document = self._contract.judged_alone(state_dict, self._moves)
+        self._take(judgment, document)
+
+    def _take(self, judgment: Judgment, document: Mapping[str, Any]) -> None:
+        moves = tuple(judgment.manifest.moves)
+        self._contract.take(judgment, document, self._named_parameters())
         if self._module is not None and moves != self._moves:
             self._apply_plan(self._module, moves)
         self._moves = moves
@@ -566,23 +581,52 @@ class AmpPrecision(FSDPPrecision):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Moves our state from the key made of the class's name to the fixed one, which outlives renaming."""
+        """Puts our state under the fixed key, which outlives renaming, together with the manifest."""
         self._sequence.compare_ranks("at the save of a checkpoint, which is refused")
-        checkpoint[CHECKPOINT_KEY] = checkpoint.pop(type(self).__qualname__, None) or self.state_dict()
+        state = checkpoint.pop(type(self).__qualname__, None) or self.state_dict()
+        trainer = getattr(self._module, "_trainer", None)
+        checkpoint[CHECKPOINT_KEY] = state if trainer is None else self._contract.written(trainer, self._moves, state)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores our state when a fit resumes. Lightning calls this in evaluation too, which must not change it."""
         trainer = getattr(self._module, "_trainer", None)
-        if trainer is not None and trainer.state.fn != TrainerFn.FITTING:
+        if trainer is None:
+            if CHECKPOINT_KEY in checkpoint:
+                self.load_state_dict(checkpoint[CHECKPOINT_KEY])
             return
-        if CHECKPOINT_KEY in checkpoint:
-            self.load_state_dict(checkpoint[CHECKPOINT_KEY])
-        elif self.scaler is not None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        judgment, document = self._contract.judged(trainer, checkpoint)
+        self._take(judgment, document)
+        self._contract.take_moment(trainer, judgment, document, self._named_parameters())
+        if CHECKPOINT_KEY not in checkpoint and self.scaler is not None and judgment.manifest.scaler is None:
             _warn(
                 "The checkpoint holds no state of lightning_amp_plus (it was written without AmpPrecision), so the "
                 f"loss scale starts at {self.scaler.get_scale():g}."
             )
+
+    def guard_resume(self, trainer: pl.Trainer) -> None:
+        """Has every checkpoint that ``trainer`` loads judged before Lightning restores anything from it.
+
+        Called by the callback that joins each Trainer by itself; any number of calls make one guard, for one run.
+        """
+        self._contract.resume.guard(trainer)
+
+    def manifest(self, trainer: pl.Trainer | None = None, model: Module | None = None) -> Manifest:
+        """What this plugin would write into a checkpoint now, without tensors; see ``docs/checkpoints.md``.
+
+        Args:
+            trainer: The Trainer of the run, if there is one.
+            model: The model, where there is no Trainer.
+        """
+        if trainer is not None:
+            return self._contract.now(trainer, self._moves)
+        return self._contract.manifest(None, model, self._moves)
+
+    def keep_gradients(self, keep: bool) -> None:
+        """Whether a checkpoint saved in mid-window holds the gradients accumulated so far (``PrecisionCheckpoint``)."""
+        self._contract.store_gradients = keep
 
     # ---------------------------------------------------------------- copies
 
@@ -593,7 +637,7 @@ class AmpPrecision(FSDPPrecision):
                 "AmpPrecision(process_group=...) can be neither pickled nor copied: a process group belongs to its "
                 "process. Make the plugin anew on each rank."
             )
-        dropped = ("_module", "_hooks", "_items", "_verdict_awaited", "_notes")
+        dropped = ("_module", "_hooks", "_items", "_verdict_awaited", "_notes", "_contract")
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ The plugin plans and applies before training; the manifest, the census and the c
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,12 +133,14 @@ class RoutePlan:
         return cls.from_dict(json.loads(text))
 
     def describe(self) -> dict[str, Any]:
-        """What a manifest keeps of a plan, in plain types: policy, its fingerprint, device and each module's format."""
+        """What a manifest keeps of a plan, in plain types: the device, and each module's route by name."""
+        return {"device_type": self.device_type, "routes": self._described}
+
+    @cached_property
+    def _described(self) -> dict[str, dict[str, str]]:
+        # Made once: a plan never changes, and checkpoints are written often.
         return {
-            "policy": self.policy.to_dict(),
-            "fingerprint": self.policy.fingerprint(),
-            "device_type": self.device_type,
-            "routes": {route.name: route.compute for route in self.routes},
+            route.name: {key: value for key, value in asdict(route).items() if key != "name"} for route in self.routes
         }
 
     def __str__(self) -> str:
@@ -191,6 +194,21 @@ def plan(model: nn.Module, policy: PrecisionPolicy | str, hardware: str | torch.
         _route(name, names.module[name], decision, policy, device_type) for name, decision in decisions.items()
     )
     return RoutePlan(policy, device_type, routes, kept_buffers)
+
+
+def outline(model: nn.Module, policy: PrecisionPolicy) -> dict[str, dict[str, str]]:
+    """The part of a plan that needs no probing: ``compute``, ``params`` and ``optimizer`` of every module, by name.
+
+    Raises:
+        ValueError: If a rule matches nothing, the whole model or a module whose format is fixed.
+    """
+    names = ModelNames(model)
+    decisions, _ = decide(names, policy)
+    outlined = {}
+    for name, decision in decisions.items():
+        params, optimizer = _storage_columns(names.module[name], decision, policy)
+        outlined[name] = {"compute": decision.compute, "params": params, "optimizer": optimizer}
+    return outlined
 
 
 def apply(plan: RoutePlan, model: nn.Module, storage: bool = True) -> None:

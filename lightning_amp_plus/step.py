@@ -572,12 +572,12 @@ class StepSequence:
         return {"scaler": None if self.scaler is None else self.scaler.state_dict(), **self.journal.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state_dict()`` of a run with, or without, a loss scale as this one (``checkpoint.state`` asks).
+        """Continues from ``state_dict()``; without a scaler's state the scale stays where it is.
 
         Raises:
             ValueError: If the saved scaler state is broken.
         """
-        if self.scaler is not None:
+        if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
         self.journal.load_state_dict(state)
 

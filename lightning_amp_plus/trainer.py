@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT
 from lightning.pytorch.plugins import _PLUGIN_INPUT
 
+from lightning_amp_plus.integration.guard import ResumeGuard
 from lightning_amp_plus.integration.strategies import refuse_second_precision, refuse_strategy
 from lightning_amp_plus.policy import PrecisionPolicy
 from lightning_amp_plus.precision import AmpPrecision
@@ -43,6 +44,9 @@ class Trainer(pl.Trainer):
         if any(isinstance(other, AmpPrecision) for other in given):
             refuse_strategy(kwargs.get("strategy", "auto"))
         super().__init__(precision=precision, plugins=given or None, **kwargs)  # type: ignore[arg-type]
+        callbacks: list[pl.Callback] = self.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, ResumeGuard) for callback in callbacks):
+            callbacks.insert(0, ResumeGuard())  # the package is not installed, so no entry point added it
 
 
 def _as_plugin(precision: Any) -> AmpPrecision | None:

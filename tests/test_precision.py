@@ -16,8 +16,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_amp_plus import AmpPrecision, LossScale, PrecisionPolicy, Rule
-from lightning_amp_plus.checkpoint.state import CHECKPOINT_KEY
+from lightning_amp_plus import AmpPrecision, IncompatiblePrecisionError, LossScale, PrecisionPolicy, Rule
+from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY, SCHEMA_VERSION
 
 
 class Net(L.LightningModule):
@@ -476,7 +476,7 @@ def test_checkpoint_holds_everything_under_the_fixed_key_and_reads_with_weights_
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
     assert "Renamed" not in checkpoint and "AmpPrecision" not in checkpoint
     ours = checkpoint[CHECKPOINT_KEY]
-    assert ours["schema_version"] == 1
+    assert ours["schema_version"] == SCHEMA_VERSION
     assert ours["scaler"]["scale"] == 32.0
     assert ours["scaler"]["_growth_tracker"] == 2
     assert PrecisionPolicy.from_dict(ours["policy"]) == plugin.policy
@@ -523,11 +523,22 @@ def test_checkpoint_of_another_kind_of_run_is_refused(tmp_path: Any) -> None:
     run = trainer(AmpPrecision("16-mixed"))
     run.fit(Net(), data())
     run.save_checkpoint(tmp_path / "fp16.ckpt")
-    with pytest.raises(ValueError, match="with a loss scale, but this run has none"):
+    with pytest.raises(IncompatiblePrecisionError, match=r"(?s)16-mixed +bf16-mixed +refuse.*allow=\['precision'\]"):
         trainer(AmpPrecision("bf16-mixed"), max_epochs=2).fit(Net(), data(), ckpt_path=tmp_path / "fp16.ckpt")
     plugin = AmpPrecision("16-mixed")
     with pytest.raises(ValueError, match="schema_version 99"):
         plugin.load_state_dict({**plugin.state_dict(), "schema_version": 99})
+
+
+@pytest.mark.parametrize(("saved", "now"), [("auto", None), (None, "auto")])
+@pytest.mark.filterwarnings("ignore:loss_scale=None")
+def test_state_with_and_without_a_loss_scale_are_refused_for_each_other(saved: Any, now: Any) -> None:
+    state = AmpPrecision("16-mixed", loss_scale=saved).state_dict()
+    plugin = AmpPrecision("16-mixed", loss_scale=now)
+    before = copy.deepcopy(plugin.state_dict())
+    with pytest.raises(IncompatiblePrecisionError, match=r"allow=\['loss_scale'\]"):
+        plugin.load_state_dict(state)
+    assert plugin.state_dict() == before
 
 
 def test_checkpoint_without_our_state_is_said_and_starts_the_scale_anew(tmp_path: Any) -> None:
@@ -537,7 +548,9 @@ def test_checkpoint_without_our_state_is_said_and_starts_the_scale_anew(tmp_path
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
     del checkpoint[CHECKPOINT_KEY]
     torch.save(checkpoint, tmp_path / "foreign.ckpt")
-    plugin = AmpPrecision("16-mixed", loss_scale=LossScale(init=128.0))
+    with pytest.raises(IncompatiblePrecisionError, match="not recorded"):
+        trainer(AmpPrecision("16-mixed"), max_epochs=2).fit(Net(), data(), ckpt_path=tmp_path / "foreign.ckpt")
+    plugin = AmpPrecision("16-mixed", loss_scale=LossScale(init=128.0), allow=["precision"])
     with pytest.warns(UserWarning, match=r"holds no state of lightning_amp_plus.*128"):
         trainer(plugin, max_epochs=2).fit(Net(), data(), ckpt_path=tmp_path / "foreign.ckpt")
     assert plugin.applied_steps == 12

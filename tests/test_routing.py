@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_amp_plus.policy import PrecisionPolicy, Rule
-from lightning_amp_plus.routing import RoutePlan, apply, plan, undo
+from lightning_amp_plus.routing import RoutePlan, apply, outline, plan, undo
 
 
 class Block(nn.Module):
@@ -272,8 +272,16 @@ def test_the_description_is_plain_and_names_formats_by_module() -> None:
     policy = bf16(Rule("head", compute="fp32"))
     described = plan(Net(), policy).describe()
     assert json.loads(json.dumps(described)) == described
-    assert described["routes"]["head"] == "fp32"
-    assert described["fingerprint"] == policy.fingerprint()
+    assert described["routes"]["head"]["compute"] == "fp32"
+    assert described["device_type"] == "cpu"
+
+
+def test_the_outline_is_the_part_of_the_plan_that_needs_no_probing() -> None:
+    policy = PrecisionPolicy("bf16", params="bf16", master_weights=True, rules=[Rule("head", compute="fp32")])
+    routes = plan(Net(), policy).describe()["routes"]
+    outlined = outline(Net(), policy)
+    assert outlined["head"] == {"compute": "fp32", "params": "bf16", "optimizer": "fp32"}
+    assert outlined == {name: {key: route[key] for key in outlined[""]} for name, route in routes.items()}
 
 
 def test_printing_shows_modules_formats_rules_and_reasons() -> None:

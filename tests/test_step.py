@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_amp_plus import LossScale, PrecisionPolicy
-from lightning_amp_plus.checkpoint.state import describe_run, refuse_state
+from lightning_amp_plus import LossScale
 from lightning_amp_plus.errors import ScaleCollapseError, SkipLimitError
 from lightning_amp_plus.scaling.consensus import Consensus
 from lightning_amp_plus.scaling.grad_norm import GradNorm
@@ -509,17 +508,6 @@ def test_sequence_state_goes_on_bit_for_bit() -> None:
     whole, resumed = train(False), train(True)
     assert whole[0] == resumed[0]
     assert all(torch.equal(a, b) for a, b in zip(whole[1], resumed[1], strict=True))
-
-
-def test_state_of_a_scaled_run_is_refused_by_an_unscaled_one() -> None:
-    optimizer = sgd(nn.Linear(1, 1).parameters())
-    scaled, unscaled = sequence_for(optimizer, scale=LossScale()), sequence_for(optimizer)
-    policy = PrecisionPolicy("fp16")
-    run = describe_run(policy, ())
-    with pytest.raises(ValueError, match="with a loss scale, but this run has none"):
-        refuse_state({**run, **scaled.state_dict()}, policy, scaled=unscaled.scaler is not None, masters=False)
-    with pytest.raises(ValueError, match="without a loss scale, but this run has one"):
-        refuse_state({**run, **unscaled.state_dict()}, policy, scaled=scaled.scaler is not None, masters=False)
 
 
 class _FusedOnAnyDevice(torch.optim.Optimizer):

@@ -44,6 +44,14 @@ class ItemCounts:
         """A new window begins."""
         self._counts.clear()
 
+    def to_list(self) -> list[float | None]:
+        """The counts as plain numbers, for a checkpoint in mid-window."""
+        return [None if count is None else float(count) for count in self._counts]
+
+    def take_list(self, counts: list[float | None]) -> None:
+        """Goes on from :meth:`to_list`."""
+        self._counts[:] = counts
+
     def total(self) -> float | Tensor | None:
         """The window's number of items, or ``None`` where ``training_step`` does not return it.
 

@@ -219,7 +219,8 @@ class LossScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from ``state_dict()``, or from that of a ``torch.amp.GradScaler`` (which has no hysteresis).
 
-        The configuration of this scaler stays; only the state is taken over.
+        The configuration of this scaler stays; only the state is taken over, into this configuration's limits. A static
+        scale stays what it is.
 
         Raises:
             ValueError: If the state is empty, partial, or holds a scale that no training can go on with. Nothing is
@@ -237,7 +238,12 @@ class LossScaler(torch.amp.GradScaler):
             raise ValueError(
                 f"The saved scaler state holds _growth_tracker={state_dict['_growth_tracker']}; expected 0 or more."
             )
-        self._restore(to_fp32(scale), tracker, hysteresis)
+        if self.dynamic:
+            self._restore(to_fp32(max(self.config.min, min(self.config.max, scale))), tracker, hysteresis)
+
+    def describe(self) -> dict[str, Any]:
+        """Kind and configuration as plain types, for the manifest."""
+        return {"kind": "dynamic" if self.dynamic else "static", **self.config.describe()}
 
     def _restore(self, scale: float, tracker: float, hysteresis: float) -> None:
         self._host = (scale, tracker, hysteresis)

@@ -1,0 +1,337 @@
+"""The manifest: what a checkpoint records of the precision it was trained in, as a versioned, typed document.
+
+Everything in it is a plain type, so it reads with ``weights_only=True`` and is its own JSON. It lies in the checkpoint
+under :data:`CHECKPOINT_KEY`, beside the few tensors that only a resume needs (:data:`TENSOR_PARTS`). ``precision`` composes
+it from what each room says of itself, ``compatibility`` compares two of them, the sidecar and the command line show it.
+
+A section that is ``None`` was not recorded: by an older version, by another library, or because it does not apply yet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lightning_amp_plus.errors import IncompatiblePrecisionError
+
+CHECKPOINT_KEY = "lightning_amp_plus"
+SCHEMA_VERSION = 2
+
+TENSOR_PARTS = ("master_weights", "random_state", "gradients")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Versions(_Section):
+    """Versions of what computed; ``None`` for what was not installed."""
+
+    python: str
+    torch: str
+    lightning: str
+    lightning_amp_plus: str
+    torchao: str | None = None
+    transformer_engine: str | None = None
+
+
+class Hardware(_Section):
+    """The device of rank 0."""
+
+    device: str
+    name: str
+    capability: str | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    hip: str | None = None
+
+
+class Move(_Section):
+    """A module moved to another format while training.
+
+    Attributes:
+        match: Glob on qualified names, as in a rule.
+        compute: The format it was moved to.
+        reason: Why.
+        step: The Trainer's ``global_step`` when it was moved.
+    """
+
+    match: str
+    compute: Literal["fp32", "bf16", "fp16", "fp8"]
+    reason: str = ""
+    step: int | None = None
+
+
+class OptimizerEntry(_Section):
+    """One optimizer.
+
+    Attributes:
+        name: Its class.
+        fused: Whether its fused kernels were asked for.
+        state_dtypes: Number of state tensors by dtype, as found.
+    """
+
+    name: str
+    fused: bool
+    state_dtypes: dict[str, int]
+
+
+class Dtypes(_Section):
+    """Number of tensors by dtype, as found."""
+
+    parameters: dict[str, int]
+    gradients: dict[str, int]
+    optimizer_state: dict[str, int]
+
+
+class LossScaleEntry(_Section):
+    """Configuration of the loss scale; see ``LossScale``."""
+
+    kind: Literal["dynamic", "static"]
+    init: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    min: float
+    max: float
+    hysteresis: int
+    backoff_on_forward_overflow: bool = True
+
+
+class Fp8Module(_Section):
+    """How one module chooses its FP8 scales.
+
+    Attributes:
+        recipe: ``delayed``, ``current``, ``rowwise``, ``block`` or ``mx``.
+        history_length: Number of amax values that delayed scaling looks back on.
+        backend: What computed.
+        amax_group: Which ranks shared amax values.
+    """
+
+    recipe: str
+    history_length: int | None = None
+    backend: str | None = None
+    amax_group: str | None = None
+
+
+class Fp8(_Section):
+    """FP8 as it was run.
+
+    Attributes:
+        modules: Modules in FP8, by qualified name.
+        amax_clock: What advances an amax history: ``window`` or ``micro_batch``.
+    """
+
+    modules: dict[str, Fp8Module]
+    amax_clock: Literal["window", "micro_batch"] = "window"
+
+
+class Clipping(_Section):
+    """Gradient clipping of the Trainer."""
+
+    value: float
+    algorithm: str
+
+
+class Accumulation(_Section):
+    """Accumulation windows.
+
+    Attributes:
+        batches: ``accumulate_grad_batches`` in force.
+        partial_window: How a shorter last window is weighted.
+        sync_each_microbatch: Whether FSDP2 reduced each micro-batch.
+    """
+
+    batches: int
+    partial_window: str
+    sync_each_microbatch: bool
+
+
+class StrategyEntry(_Section):
+    """How the model lay over ranks."""
+
+    name: str
+    world_size: int
+    mesh: dict[str, int] | None = None
+
+
+class Settings(_Section):
+    """What else of the plugin's settings steers a run."""
+
+    check_finite: bool
+    max_consecutive_skips: int
+    advance_scheduler_on_skip: bool
+
+
+class Flags(_Section):
+    """What wraps the model's computation."""
+
+    compiled: bool
+    activation_checkpointing: bool
+
+
+class Progress(_Section):
+    """Where the run stood, as the Trainer counts."""
+
+    epoch: int
+    global_step: int
+
+
+class WindowPosition(_Section):
+    """The accumulation window that was open.
+
+    Attributes:
+        micro_batches: Micro-batches already in it; 0 between two windows.
+        size: How many it was to have; ``None`` in manual optimization.
+        gradients: Whether the gradients of those micro-batches are in the checkpoint.
+    """
+
+    micro_batches: int
+    size: int | None
+    gradients: Literal["none", "stored", "lost"]
+
+
+class Data(_Section):
+    """Where the training data stood.
+
+    Attributes:
+        mid_epoch: Whether batches of the epoch were still to come.
+        stateful: Whether every loader can continue in mid-epoch (``state_dict`` and ``load_state_dict``).
+    """
+
+    mid_epoch: bool
+    stateful: bool
+
+
+class RandomState(_Section):
+    """Which random states are in the checkpoint: of how many ranks, and which generators of each."""
+
+    ranks: int
+    generators: list[str]
+
+
+class HistoryEntry(_Section):
+    """Counts and scales of the run so far; see ``History``. Scales are ``[value, count]`` runs."""
+
+    scales: list[list[float]]
+    applied: int = Field(ge=0)
+    skipped: int = Field(ge=0)
+    growths: int = Field(ge=0)
+    backoffs: int = Field(ge=0)
+    consecutive_skips: int = Field(ge=0)
+
+
+class Manifest(_Section):
+    """The whole document; see the sections' classes.
+
+    Attributes:
+        schema_version: Version of this document.
+        save_id: Names one save; a sidecar carries that of its checkpoint.
+        writer: What wrote the checkpoint.
+        precision: ``32-true 16-mixed bf16-mixed fp8-mixed 16-true bf16-true fp8-true``, or ``None`` where not known.
+        policy: As of ``PrecisionPolicy.to_dict``.
+        fingerprint: As of ``PrecisionPolicy.fingerprint``.
+        device_type: Device that the plan was made for.
+        routes: What every module got, by qualified name; see ``Route``.
+        moves: Modules moved while training; a resume moves them again.
+        loss_scale: Its configuration; ``None`` where none was in use.
+        scaler: Its state.
+        windows: Windows that closed.
+        history: Counts and scales; see ``History``.
+        weights_only: Whether this stands for a checkpoint saved with ``save_weights_only=True``, which has no state.
+    """
+
+    schema_version: int
+    policy: dict[str, Any] | None
+    fingerprint: str | None
+    moves: list[Move]
+    scaler: dict[str, Any] | None
+    windows: int = Field(ge=0)
+    history: HistoryEntry
+    save_id: str | None = None
+    writer: str = CHECKPOINT_KEY
+    precision: str | None = None
+    versions: Versions | None = None
+    hardware: Hardware | None = None
+    device_type: str | None = None
+    routes: dict[str, dict[str, str]] | None = None
+    dtypes: Dtypes | None = None
+    optimizers: list[OptimizerEntry] | None = None
+    loss_scale: LossScaleEntry | None = None
+    master_weights_kept: bool | None = None
+    fp8: Fp8 | None = None
+    clipping: Clipping | None = None
+    accumulation: Accumulation | None = None
+    strategy: StrategyEntry | None = None
+    settings: Settings | None = None
+    flags: Flags | None = None
+    progress: Progress | None = None
+    window: WindowPosition | None = None
+    data: Data | None = None
+    random: RandomState | None = None
+    weights_only: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document in plain types."""
+        return self.model_dump()
+
+    def to_json(self) -> str:
+        """The document as JSON."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_dict(cls, values: Any, where: str) -> Manifest:
+        """The document that ``to_dict`` gave; the tensors that lie beside it in a checkpoint are not looked at.
+
+        Args:
+            values: The plain document.
+            where: What it was read from, for messages.
+
+        Raises:
+            IncompatiblePrecisionError: If it is of a newer version, or a field is unknown, missing or of a wrong type,
+                naming each.
+        """
+        if not isinstance(values, Mapping):
+            raise IncompatiblePrecisionError(
+                f"{where} holds {type(values).__name__} where the precision manifest should be; expected a mapping."
+            )
+        version = values.get("schema_version")
+        if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+            raise IncompatiblePrecisionError(
+                f"The precision manifest of {where} has schema_version {version!r}; expected a number from 1 to "
+                f"{SCHEMA_VERSION}."
+            )
+        if version > SCHEMA_VERSION:
+            raise IncompatiblePrecisionError(
+                f"The precision manifest of {where} has schema_version {version}, written by a newer lightning_amp_plus "
+                f"than this one, which reads up to {SCHEMA_VERSION}. Update lightning_amp_plus to resume from it."
+            )
+        plain = {key: value for key, value in values.items() if key not in TENSOR_PARTS}
+        try:
+            return cls.model_validate(plain)
+        except ValidationError as error:
+            raise IncompatiblePrecisionError(_said(error, where)) from None
+
+
+def _said(error: ValidationError, where: str) -> str:
+    lines = []
+    for problem in error.errors(include_url=False, include_context=False):
+        name = ".".join(map(str, problem["loc"])) or "(manifest)"
+        kind = {"missing": "is missing", "extra_forbidden": "is not a field of this version"}.get(
+            problem["type"], f"holds {_short(problem['input'])}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
+        )
+        lines.append(f"  {name} {kind}")
+    return (
+        f"The precision manifest of {where} is damaged, or was edited:\n"
+        + "\n".join(lines[:20])
+        + (f"\n  and {len(lines) - 20} more" if len(lines) > 20 else "")
+        + "\nResume from another checkpoint; for the weights alone, load its state_dict and start a new fit."
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
