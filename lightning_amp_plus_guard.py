@@ -13,8 +13,8 @@ def callbacks() -> list:
         return []
     try:
         from lightning_amp_plus.integration.guard import ResumeGuard
-    except ImportError as error:
-        # Half-imported or half-installed: a Trainer of somebody else must still come up.
+    except Exception as error:
+        # Half-imported or half-installed: a Trainer of somebody else must still come up, whatever is wrong with us.
         print(
             f"lightning_amp_plus: resumes are checked late, since the guard cannot be imported ({error}).",
             file=sys.stderr,

@@ -99,8 +99,13 @@ class Ledger:
             p.grad is not None and self._foreign.get(id(p)) is p.grad for p in parameters_of(optimizer)
         )
 
-    def discard(self) -> None:
-        """Forgets every open window: an exception ended it, or its gradients were zeroed unconsumed."""
+    def discard(self, interrupted: bool = False) -> None:
+        """Forgets every open window: an exception ended it, or its gradients were zeroed unconsumed.
+
+        Args:
+            interrupted: Whether it was an exception; known until the next backward.
+        """
+        self.interrupted = interrupted
         self.backwards = 0
         self.in_backward = False
         self._foreign: dict[int, Tensor] = {}

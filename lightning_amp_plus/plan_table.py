@@ -1,9 +1,14 @@
-"""How a plan is shown: as plain text, or in a terminal as a table that fits its width. Used by ``RoutePlan`` itself."""
+"""How a table is shown: as plain text, or in a terminal in one that fits its width.
+
+Used by ``RoutePlan``, by findings about a checkpoint and by the commands.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -11,13 +16,41 @@ if TYPE_CHECKING:
 
 # Left out one after the other where a terminal has no room for all.
 _LESS_WANTED = ("optimizer", "accumulator", "reason", "rule", "input", "output", "weight")
+_PROSE = ("module", "rule", "reason", "recorded")  # columns that go on below where there is no room
 
 
-def as_text(rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
-    """Plain text, columns aligned; the first row is the header."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *notes])
+def cell(value: Any) -> str:
+    """A value in words, on one line and without control characters, wherever it comes from."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{cell(key)} {cell(item)}" for key, item in value.items()) or "none"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(cell, value)) or "none"
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(str(value).split()))
+
+
+def as_text(rows: Sequence[Sequence[str]], notes: Sequence[str] = (), widest: int | None = None) -> str:
+    """Plain text, columns aligned; the first row is the header.
+
+    Args:
+        rows: One string for each column.
+        notes: Lines below the table.
+        widest: Letters in a cell beyond which it goes on below.
+    """
+    cells = [[[text] if widest is None else textwrap.wrap(text, widest) or [""] for text in row] for row in rows]
+    widths = [max(len(line) for row in cells for line in row[column]) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
+        for row in cells
+        for parts in zip_longest(*row, fillvalue="")
+    ]
+    below = max(map(len, cells[0]))
+    return "\n".join([*lines[:below], "-" * max(map(len, lines)), *lines[below:], *notes])
 
 
 def as_table(title: str, rows: Sequence[Sequence[str]], notes: Sequence[str], left_out: Iterable[str] = ()) -> Table:
@@ -30,7 +63,7 @@ def as_table(title: str, rows: Sequence[Sequence[str]], notes: Sequence[str], le
     table = Table(title=title)
     for index in shown:
         name = rows[0][index]
-        table.add_column(name, overflow="fold", no_wrap=name not in ("module", "rule", "reason"))
+        table.add_column(name, overflow="fold", no_wrap=name not in _PROSE)
     for row in rows[1:]:
         table.add_row(*(Text(row[index]) for index in shown))
     below = [*notes, *([f"no room for: {', '.join(reversed(left_out))}"] if left_out else [])]
@@ -45,7 +78,7 @@ def fitting_table(
     from rich.measure import Measurement
 
     left_out: list[str] = []
-    for name in (*_LESS_WANTED, ""):
+    for name in (*(name for name in _LESS_WANTED if name in rows[0]), ""):
         table = as_table(title, rows, notes, left_out)
         if Measurement.get(console, options.update(max_width=1000), table).maximum <= options.max_width or not name:
             break

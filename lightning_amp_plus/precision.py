@@ -33,6 +33,7 @@ from lightning_amp_plus.integration.checks import refuse_half_parameters, refuse
 from lightning_amp_plus.integration.contract import CheckpointContract, moved_policy
 from lightning_amp_plus.integration.instance_hooks import InstanceHooks
 from lightning_amp_plus.integration.items import ItemCounts
+from lightning_amp_plus.integration.loops import batch_in_flight
 from lightning_amp_plus.integration.resume import CheckWeights, Judgment
 from lightning_amp_plus.integration.schedulers import gate_schedulers
 from lightning_amp_plus.integration.sharding import (
@@ -124,7 +125,11 @@ class AmpPrecision(FSDPPrecision):
             )
         if max_consecutive_skips is None:
             max_consecutive_skips = 100 if scaler is not None and scaler.dynamic else 10
-        for name, flag in (("check_finite", check_finite), ("advance_scheduler_on_skip", advance_scheduler_on_skip)):
+        for name, flag in (
+            ("check_finite", check_finite),
+            ("advance_scheduler_on_skip", advance_scheduler_on_skip),
+            ("sync_each_microbatch", sync_each_microbatch),
+        ):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}={flag!r}: expected True or False.")
         if check_restored_weights not in (True, False, "auto"):
@@ -318,7 +323,7 @@ class AmpPrecision(FSDPPrecision):
             with self.forward_context():
                 yield
         except BaseException:
-            self._discard_window()
+            self._discard_window(interrupted=True)
             raise
 
     @property
@@ -402,7 +407,9 @@ class AmpPrecision(FSDPPrecision):
 
     def _was_skipped(self) -> bool:
         report = self._sequence.journal.last_report
-        return report is not None and report.outcome in ("skipped_overflow", "skipped_no_backward")
+        if report is None:  # resumed: what became of the window before the save is in the history
+            return self.history.consecutive_skips > 0
+        return report.outcome in ("skipped_overflow", "skipped_no_backward")
 
     def _watch_items(self, trainer: pl.Trainer, training_step: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -414,8 +421,8 @@ class AmpPrecision(FSDPPrecision):
 
         return watched
 
-    def _discard_window(self) -> None:
-        self._sequence.ledger.discard()
+    def _discard_window(self, interrupted: bool = False) -> None:
+        self._sequence.ledger.discard(interrupted)
         self._items.clear()
 
     @override
@@ -441,7 +448,7 @@ class AmpPrecision(FSDPPrecision):
             with self._sequence.backward(), self._outside_autocast(model):
                 Precision.backward(self, tensor, model, optimizer, *args, **kwargs)
         except BaseException:
-            self._discard_window()
+            self._discard_window(interrupted=True)
             raise
 
     @override
@@ -582,9 +589,10 @@ class AmpPrecision(FSDPPrecision):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Puts our state under the fixed key, which outlives renaming, together with the manifest."""
-        self._sequence.compare_ranks("at the save of a checkpoint, which is refused")
-        state = checkpoint.pop(type(self).__qualname__, None) or self.state_dict()
         trainer = getattr(self._module, "_trainer", None)
+        if trainer is None or not batch_in_flight(trainer):  # else an exception may have brought this rank here alone
+            self._sequence.compare_ranks("at the save of a checkpoint, which is refused")
+        state = checkpoint.pop(type(self).__qualname__, None) or self.state_dict()
         checkpoint[CHECKPOINT_KEY] = state if trainer is None else self._contract.written(trainer, self._moves, state)
 
     @override
@@ -597,9 +605,11 @@ class AmpPrecision(FSDPPrecision):
             return
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        self._contract.resume.hold_saves(trainer)
         judgment, document = self._contract.judged(trainer, checkpoint)
         self._take(judgment, document)
         self._contract.take_moment(trainer, judgment, document, self._named_parameters())
+        self._contract.resume.release_saves(trainer)
         if CHECKPOINT_KEY not in checkpoint and self.scaler is not None and judgment.manifest.scaler is None:
             _warn(
                 "The checkpoint holds no state of lightning_amp_plus (it was written without AmpPrecision), so the "
@@ -613,20 +623,30 @@ class AmpPrecision(FSDPPrecision):
         """
         self._contract.resume.guard(trainer)
 
-    def manifest(self, trainer: pl.Trainer | None = None, model: Module | None = None) -> Manifest:
+    def manifest(
+        self, trainer: pl.Trainer | None = None, model: Module | None = None, moves: Sequence[Move] = ()
+    ) -> Manifest:
         """What this plugin would write into a checkpoint now, without tensors; see ``docs/checkpoints.md``.
 
         Args:
             trainer: The Trainer of the run, if there is one.
             model: The model, where there is no Trainer.
+            moves: Modules that a checkpoint's run had moved while training, which a resume moves again.
+
+        Raises:
+            IncompatiblePrecisionError: If the model does not have one of them.
         """
         if trainer is not None:
             return self._contract.now(trainer, self._moves)
-        return self._contract.manifest(None, model, self._moves)
+        return self._contract.manifest(None, model, (*self._moves, *moves))
 
-    def keep_gradients(self, keep: bool) -> None:
-        """Whether a checkpoint saved in mid-window holds the gradients accumulated so far (``PrecisionCheckpoint``)."""
-        self._contract.store_gradients = keep
+    def filled(self, manifest: Manifest, model: Module) -> Manifest:
+        """A saved manifest with what each module got, where an older version recorded the policy only."""
+        return self._contract.filled(manifest, model)
+
+    def keep_gradients(self) -> None:
+        """Lets checkpoints saved in mid-window hold the gradients accumulated so far, in the run that is being set up."""
+        self._contract.resume.store_gradients = True
 
     # ---------------------------------------------------------------- copies
 

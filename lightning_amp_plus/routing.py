@@ -134,7 +134,11 @@ class RoutePlan:
 
     def describe(self) -> dict[str, Any]:
         """What a manifest keeps of a plan, in plain types: the device, and each module's route by name."""
-        return {"device_type": self.device_type, "routes": self._described}
+        return {
+            "device_type": self.device_type,
+            "routes": self._described,
+            "kept_buffers": list(self.kept_buffers),
+        }
 
     @cached_property
     def _described(self) -> dict[str, dict[str, str]]:
@@ -196,19 +200,22 @@ def plan(model: nn.Module, policy: PrecisionPolicy | str, hardware: str | torch.
     return RoutePlan(policy, device_type, routes, kept_buffers)
 
 
-def outline(model: nn.Module, policy: PrecisionPolicy) -> dict[str, dict[str, str]]:
-    """The part of a plan that needs no probing: ``compute``, ``params`` and ``optimizer`` of every module, by name.
+def outline(model: nn.Module, policy: PrecisionPolicy) -> dict[str, Any]:
+    """The part of :meth:`RoutePlan.describe` that needs no probing.
+
+    Returns:
+        ``routes``: ``compute``, ``params`` and ``optimizer`` of every module by name. ``kept_buffers``: as in a plan.
 
     Raises:
         ValueError: If a rule matches nothing, the whole model or a module whose format is fixed.
     """
     names = ModelNames(model)
-    decisions, _ = decide(names, policy)
+    decisions, kept_buffers = decide(names, policy)
     outlined = {}
     for name, decision in decisions.items():
         params, optimizer = _storage_columns(names.module[name], decision, policy)
         outlined[name] = {"compute": decision.compute, "params": params, "optimizer": optimizer}
-    return outlined
+    return {"routes": outlined, "kept_buffers": list(kept_buffers)}
 
 
 def apply(plan: RoutePlan, model: nn.Module, storage: bool = True) -> None:

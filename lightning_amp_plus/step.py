@@ -138,6 +138,7 @@ class StepSequence:
         if self._before_backward is not None:
             self._before_backward()
         self.ledger.backwards += 1
+        self.ledger.interrupted = False
         if self.scaler is None:
             return loss
         scaled = self.scaler.scale(loss)

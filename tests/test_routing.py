@@ -279,7 +279,7 @@ def test_the_description_is_plain_and_names_formats_by_module() -> None:
 def test_the_outline_is_the_part_of_the_plan_that_needs_no_probing() -> None:
     policy = PrecisionPolicy("bf16", params="bf16", master_weights=True, rules=[Rule("head", compute="fp32")])
     routes = plan(Net(), policy).describe()["routes"]
-    outlined = outline(Net(), policy)
+    outlined = outline(Net(), policy)["routes"]
     assert outlined["head"] == {"compute": "fp32", "params": "bf16", "optimizer": "fp32"}
     assert outlined == {name: {key: route[key] for key in outlined[""]} for name, route in routes.items()}
 

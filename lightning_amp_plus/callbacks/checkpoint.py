@@ -9,9 +9,10 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY, TENSOR_PARTS, Manifest
+from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY, Manifest
 from lightning_amp_plus.checkpoint.sidecar import remove_sidecar, sidecar_of, write_sidecar
 from lightning_amp_plus.integration.guard import guard_resume
 from lightning_amp_plus.integration.instance_hooks import InstanceHooks
@@ -69,7 +70,8 @@ class PrecisionCheckpoint(pl.Callback):
                 "PrecisionCheckpoint(save_window=True) does not work with FSDPStrategy, which holds the gradients of an "
                 "open window unsharded and out of sight. Use ModelParallelStrategy (FSDP2), or leave save_window out."
             )
-        plugin.keep_gradients(self.save_window)
+        if self.save_window:
+            plugin.keep_gradients()
         self._hooks.undo()  # not in teardown: trainer.save_checkpoint() after a fit is to have a sidecar too
         if self.sidecar:
             self._hooks.wrap(trainer.strategy, "save_checkpoint", partial(self._saving, trainer, plugin))
@@ -92,11 +94,16 @@ class PrecisionCheckpoint(pl.Callback):
             if document is None:  # save_weights_only=True: Lightning asked no plugin
                 manifest = plugin.manifest(trainer).model_copy(update={"weights_only": True})
             else:
-                plain = {key: value for key, value in document.items() if key not in TENSOR_PARTS}
-                manifest = Manifest.from_dict(plain, "this run")
+                manifest = Manifest.from_dict(document, "this run")
             result = save(checkpoint, filepath, *args, **kwargs)
             if trainer.is_global_zero:
-                write_sidecar(filepath, manifest.to_json())
+                try:
+                    write_sidecar(filepath, manifest.to_json())
+                except OSError as error:  # the checkpoint itself is saved, and training is worth more than its sidecar
+                    rank_zero_warn(
+                        f"The sidecar of {filepath} could not be written ({error}). The checkpoint is saved and holds the "
+                        "same; make the place writable, or pass PrecisionCheckpoint(sidecar=False)."
+                    )
             return result
 
         return save_checkpoint

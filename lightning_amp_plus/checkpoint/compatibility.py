@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from lightning_amp_plus.checkpoint.manifest import Fp8Module, LossScaleEntry, Manifest
+from lightning_amp_plus.checkpoint.manifest import Fp8Module, Hardware, LossScaleEntry, Manifest, Move
 from lightning_amp_plus.scaling.loss_scale import usable
 
 Verdict = Literal["ok", "note", "convert", "refuse"]
+
+_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8-mixed")  # AmpPrecision takes these
 
 # From narrow to wide. BF16 and FP16 are neither: each loses what the other keeps.
 _WIDTH = {"fp8": 0, "bf16": 1, "fp16": 1, "fp32": 2, "fp64": 3}
@@ -33,6 +36,7 @@ class Finding:
             stops the resume unless the field is allowed.
         why: Why it matters.
         remedy: What to do.
+        waived: Whether it is a refusal that the user allowed.
     """
 
     field: str
@@ -41,8 +45,9 @@ class Finding:
     verdict: Verdict
     why: str = ""
     remedy: str = ""
+    waived: bool = False
 
-    def to_dict(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, Any]:
         """The finding in plain types."""
         return dict(vars(self))
 
@@ -81,21 +86,27 @@ def compare(saved: Manifest, current: Manifest) -> list[Finding]:
     return findings
 
 
+def with_moves(current: Manifest, moves: Iterable[Move]) -> Manifest:
+    """``current`` as it is once a resume has moved the modules again that the saved run had moved."""
+    routes = {name: dict(route) for name, route in (current.routes or {}).items()}
+    for move in moves:
+        for name, route in routes.items():
+            if fnmatchcase(name, move.match):
+                route["compute"] = move.compute
+    return current.model_copy(update={"routes": routes}) if current.routes is not None else current
+
+
 def in_evaluation(findings: Iterable[Finding]) -> list[Finding]:
     """The same findings for ``validate``, ``test`` and ``predict``, which take the weights and nothing else."""
-    return [
-        Finding(f.field, f.saved, f.current, "note", f.why, "Evaluation goes on; a fit would be refused.")
-        if f.verdict == "refuse"
-        else f
-        for f in findings
-    ]
+    remedy = "Evaluation goes on; a fit would be refused."
+    return [replace(f, verdict="note", remedy=remedy) if f.verdict == "refuse" else f for f in findings]
 
 
 def waive(findings: Iterable[Finding], allow: Iterable[str]) -> list[Finding]:
     """The findings with those refusals turned into conversions that the user named."""
     allowed = set(allow)
     return [
-        Finding(f.field, f.saved, f.current, "convert", f.why, f"Allowed by allow={[f.field]!r}.")
+        replace(f, verdict="convert", remedy=f"Allowed by allow={[f.field]!r}.", waived=True)
         if f.verdict == "refuse" and f.field in allowed
         else f
         for f in findings
@@ -117,10 +128,15 @@ def check_allow(allow: Any) -> tuple[str, ...]:
         raise ValueError(f"AmpPrecision(allow={allow!r}): expected a list of field names, such as allow=['precision'].")
     known = [check.field for check in TABLE if check.waivable]
     for name in allow:
+        if name in (check.field for check in TABLE) and name not in known:
+            raise ValueError(f"AmpPrecision(allow=[{name!r}]): a difference there is never refused; leave it out.")
         if name not in known:
             close = get_close_matches(str(name), known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"AmpPrecision(allow=[{name!r}]): there is no such field.{hint} Known are {known}.")
+            hint = f"Did you mean {close[0]!r}? " if close else ""
+            raise ValueError(
+                f"AmpPrecision(allow=[{name!r}]): there is no such field. {hint}Fields that can be allowed:\n  "
+                + ", ".join(known)
+            )
     return tuple(dict.fromkeys(allow))
 
 
@@ -144,7 +160,10 @@ def _equal(
 def _differs(before: Any, now: Any, different: Verdict, why: str, remedy: str = "") -> _Judgment:
     if before == now:
         return "ok", _text(before), _text(now), "", ""
-    return different, _text(before), _text(now), why, remedy
+    texts = _text(before), _text(now)
+    if texts[0] == texts[1]:  # they differ in digits that are not shown
+        texts = repr(before), repr(now)
+    return different, *texts, why, remedy
 
 
 def _text(value: Any) -> str:
@@ -164,27 +183,34 @@ def _precision(saved: Manifest, current: Manifest) -> _Judgment:
     known = saved.writer == "lightning_amp_plus"
     if before is None:
         possible = ["32-true", "bf16-mixed"] if saved.scaler is None else ["16-mixed"]
+        if saved.dtypes is None or not saved.dtypes.parameters:  # the weights lie elsewhere, in shards
+            possible += ["bf16-true"] if saved.scaler is None else ["16-true"]
         said = f"not recorded ({' or '.join(possible)})"
         if now in possible:
             return "note", said, _text(now), "The checkpoint was written without AmpPrecision.", ""
-        return "refuse", said, _text(now), _why_precision(possible[0], str(now)), _precision_remedy(possible[0])
+        return "refuse", said, _text(now), _why_precision(possible[0], saved, current), _precision_remedy(possible)
     if before == now:
         return "ok", before, str(now), "" if known else "Written without AmpPrecision.", ""
-    return "refuse", before, str(now), _why_precision(before, str(now)), _precision_remedy(before)
+    return "refuse", before, str(now), _why_precision(before, saved, current), _precision_remedy([before])
 
 
-def _why_precision(before: str, now: str) -> str:
+def _why_precision(before: str, saved: Manifest, current: Manifest) -> str:
+    now = str(current.precision)
     (old, _, old_kind), (new, _, new_kind) = before.partition("-"), now.partition("-")
     reasons = []
     if new == "16" and old != "16":
         reasons.append(
-            "FP16 ends at 65504: activations of this model may lie above it, and no loss scale can rescue those; "
-            "gradients need a loss scale that this checkpoint does not have"
+            "FP16 ends at 65504: activations of this model may lie above it, and no loss scale can rescue those"
+            + ("" if saved.scaler is not None else "; gradients need a loss scale that this checkpoint does not have")
         )
     if old == "16" and new != "16":
         reasons.append(
-            "the run goes on without the loss scale it found"
-            + (", and BF16 and FP8 keep fewer digits than FP16" if new in ("bf16", "fp8") else "")
+            (
+                "the run would go on without the loss scale it found"
+                if current.loss_scale is None
+                else "the range changes"
+            )
+            + (f", and {new.upper()} keeps fewer digits than FP16" if new in ("bf16", "fp8") else "")
         )
     if new == "fp8":
         reasons.append("FP8 has no amax history in this checkpoint, so its first scales are guesses")
@@ -194,7 +220,9 @@ def _why_precision(before: str, now: str) -> str:
         reasons.append("BF16 keeps 8 significant bits of the 24 that this model was trained with")
     if old == "bf16" and new == "32":
         reasons.append("the weights were fitted to the rounding of BF16")
-    if old_kind != new_kind and "true" in (old_kind, new_kind) and "32-true" not in (before, now):
+    if before == "64-true":
+        reasons.append("weights were kept in 64 bits, which this run would round")
+    elif old_kind != new_kind and "true" in (old_kind, new_kind) and "32-true" not in (before, now):
         reasons.append(
             "weights would be rounded to 16 bits, where updates below half an ulp vanish"
             if new_kind == "true"
@@ -204,15 +232,14 @@ def _why_precision(before: str, now: str) -> str:
         reasons.append("weights would be rounded to 16 bits, where updates below half an ulp vanish")
     elif now == "32-true" and old_kind == "true" and old != "32":
         reasons.append("weights were kept in 16 bits and would go on in FP32")
-    text = "; ".join(reasons) or "losses would go on in other numerics"
+    text = "; ".join(reasons) or "it is not known what computing in it does to these weights"
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _precision_remedy(before: str) -> str:
-    return (
-        f"Resume with AmpPrecision({before!r}). To use the weights alone, load the state_dict into the model and start "
-        "a new fit."
-    )
+def _precision_remedy(before: Sequence[str]) -> str:
+    known = [f"AmpPrecision({name!r})" for name in before if name in _PRECISIONS]
+    resume = f"Resume with {' or '.join(known)}. " if known else "Resume with what it was saved by. "
+    return f"{resume}To use the weights alone, load the state_dict into the model and start a new fit."
 
 
 def _column(manifest: Manifest, column: str) -> dict[str, str] | None:
@@ -241,8 +268,11 @@ def _by_module(
 
 def _widens(before: str, now: str) -> bool:
     """Whether every number of the old format is one of the new; formats nobody knows widen to nothing."""
-    old, new = before.partition("+")[0], now.partition("+")[0]
-    return old in _WIDTH and new in _WIDTH and _WIDTH[new] > _WIDTH[old]
+    old, new = before.split("+"), now.split("+")  # a module may hold parameters of several
+    if not all(name in _WIDTH for name in (*old, *new)):
+        return False
+    narrowest = min(_WIDTH[name] for name in new)
+    return all(_WIDTH[name] < narrowest or (name in new and len(new) == 1) for name in old)
 
 
 def _some(names: Iterable[str]) -> str:
@@ -288,28 +318,50 @@ def _parameters(saved: Manifest, current: Manifest) -> _Judgment | None:
 
 
 def _optimizer_state(saved: Manifest, current: Manifest) -> _Judgment | None:
+    if saved.dtypes is not None and not saved.dtypes.optimizer_state:
+        return None  # SGD without momentum has nothing to cast
     return _by_module(
         saved,
         current,
         "optimizer",
         "Loading would cast these moments, and updates go on in other numerics.",
-        "Keep params and master_weights of the policy as they were.",
+        "Keep the precision, or params and master_weights of the policy, as they were.",
         widened="refuse",
     )
 
 
-def _policy_format(key: str, why: str) -> Callable[[Manifest, Manifest], _Judgment | None]:
-    def judge(saved: Manifest, current: Manifest) -> _Judgment | None:
-        if saved.policy is None or current.policy is None:
-            return None
-        before, now = saved.policy.get(key), current.policy.get(key)
-        if before == now:
-            return "ok", _text(before), _text(now), "", ""
-        if before is not None and now is not None and _widens(str(before), str(now)):
-            return "convert", _text(before), _text(now), "A wider format loses nothing.", ""
-        return "refuse", _text(before), _text(now), why, f"Set {key}={before!r} in the policy."
+def _reduce(saved: Manifest, current: Manifest) -> _Judgment | None:
+    if saved.policy is None or current.policy is None:
+        return None
+    before, now = str(saved.policy.get("reduce")), str(current.policy.get("reduce"))
+    if before == now:
+        return "ok", before, now, "", ""
+    if _widens(before, now):
+        return "convert", before, now, "A wider format loses nothing.", ""
+    why = "Gradients would be added up over ranks with fewer digits or a smaller range."
+    return "refuse", before, now, why, f"Set reduce={before!r} in the policy."
 
-    return judge
+
+def _buffers(saved: Manifest, current: Manifest) -> _Judgment | None:
+    if saved.policy is None or current.policy is None:
+        return None
+    before, now = (policy.get("buffers") or policy.get("params") for policy in (saved.policy, current.policy))
+    why = "Running statistics would be rounded to fewer digits."
+    if before != now and not _widens(str(before), str(now)):
+        which = "buffers" if saved.policy.get("buffers") or current.policy.get("buffers") else "params"
+        return "refuse", _text(before), _text(now), why, f"Set {which}={before!r} in the policy."
+    lost = sorted(set(saved.kept_buffers or ()) - set(current.kept_buffers or ()))
+    if lost and now != "fp32" and current.kept_buffers is not None:
+        return (
+            "refuse",
+            f"{_some(lost)} kept",
+            f"stored in {now}",
+            why,
+            "Give these buffers back the rule that names them.",
+        )
+    if before != now:
+        return "convert", _text(before), _text(now), "A wider format loses nothing.", ""
+    return "ok", _text(before), _text(now), "", ""
 
 
 def _rules(saved: Manifest, current: Manifest) -> _Judgment | None:
@@ -360,10 +412,11 @@ def _loss_scale(saved: Manifest, current: Manifest) -> _Judgment | None:
             else "The dynamic scale goes on from the static one."
         )
         return "convert", before, now, why, ""
+    in_fp16 = (current.precision or "").startswith("16-")
     why = (
-        "Saved with a loss scale, but this run has none: gradients below 6e-8 become zero in FP16."
+        f"The run goes on without its loss scale{': gradients below 6e-8 become zero in FP16' if in_fp16 else ''}."
         if now == "none"
-        else "Saved without a loss scale, but this run has one, which starts anew."
+        else "The run gets a loss scale, which starts anew."
     )
     # Where the precision itself changed, that is the finding, and the scale follows from it.
     verdict: Verdict = "refuse" if saved.precision == current.precision else "convert"
@@ -411,10 +464,11 @@ def _scaler(saved: Manifest, current: Manifest) -> _Judgment | None:
         inside = min(max(scale, config.min), config.max)
         why = f"The saved scale lies outside [{config.min:g}, {config.max:g}] of this run and is moved into it."
         return "convert", f"{scale:g}", f"{inside:g}", why, ""
-    return "ok", f"scale {scale:g}", "taken over", "", ""
+    taken = "taken over" if config is None or config.kind == "dynamic" else "not used: this run's is static"
+    return "ok", f"scale {scale:g}", taken, "", ""
 
 
-_ANEW = "Resume from an earlier checkpoint, or start the loss scale anew by allowing it."
+_ANEW = "Resume from an earlier checkpoint, or let the loss scale start anew: allow=['scaler']."
 
 
 def scaler_fault(state: Mapping[str, Any]) -> str | None:
@@ -439,10 +493,18 @@ def scaler_fault(state: Mapping[str, Any]) -> str | None:
         if key not in state:
             continue
         value = state[key]
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not fits(float(value)):
-            return f"{key}={value!r}"
+        if not _is_number(value) or not fits(float(value)):
+            return f"{key}={value!r}"[:80]
     return None
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:  # a whole number beyond any float
+        return False
 
 
 def _fp8_modules(saved: Manifest, current: Manifest) -> Iterator[tuple[str, Fp8Module, Fp8Module]]:
@@ -498,17 +560,10 @@ def _window(saved: Manifest, current: Manifest) -> _Judgment | None:
     size = "" if window.size is None else f" of {window.size}"
     done = f"{window.micro_batches}{size} micro-batches done"
     if window.gradients == "stored":
-        same = (
-            saved.strategy is not None
-            and current.strategy is not None
-            and saved.strategy.world_size == current.strategy.world_size
-            and saved.accumulation is not None
-            and current.accumulation is not None
-            and saved.accumulation.batches == current.accumulation.batches
-        )
-        if same:
+        batches = [m.accumulation.batches if m.accumulation is not None else None for m in (saved, current)]
+        if saved.strategy is not None and saved.strategy == current.strategy and batches[0] == batches[1] is not None:
             return "ok", done, "gradients restored", "", ""
-        why = "Saved in mid-window on other ranks or for another window; those gradients are left out of this one."
+        why = "Saved in mid-window on other ranks, in another layout or for another window; its gradients are left out."
         return "convert", done, "gradients dropped", why, ""
     why = "Saved in mid-window without its gradients, so the first window of this run goes on without them."
     remedy = "PrecisionCheckpoint(save_window=True) stores them."
@@ -516,7 +571,12 @@ def _window(saved: Manifest, current: Manifest) -> _Judgment | None:
 
 
 def _data(saved: Manifest, current: Manifest) -> _Judgment | None:
-    if saved.data is None or not saved.data.mid_epoch:
+    if saved.data is None:
+        return None
+    if saved.data.moment != "clean":
+        where, what = UNCLEAN[saved.data.moment]
+        return "note", where, what, "The resume is not exact.", "Save between two batches, or at the end of an epoch."
+    if not saved.data.mid_epoch:
         return None
     if saved.data.stateful:
         return "ok", "middle of an epoch", "loader continues", "", ""
@@ -530,6 +590,14 @@ def _data(saved: Manifest, current: Manifest) -> _Judgment | None:
     )
 
 
+# Where Lightning does not go on from where a checkpoint was saved, and what it does instead.
+UNCLEAN = {
+    "batch": ("in the middle of a batch", "that batch is run again, on the next data"),
+    "epoch_start": ("in on_train_epoch_start", "most of that epoch is left out"),
+    "stopped": ("after a fit that ended in mid-epoch", "goes on with the next epoch"),
+}
+
+
 def _random(saved: Manifest, current: Manifest) -> _Judgment | None:
     if current.strategy is None:
         return None
@@ -539,10 +607,35 @@ def _random(saved: Manifest, current: Manifest) -> _Judgment | None:
             return "note", "none", "goes on", "No random state was saved: dropout and shuffling draw other numbers.", ""
         return None
     before = f"{saved.random.ranks} ranks" if saved.random.ranks != 1 else "1 rank"
+    if saved.random.ranks == ranks and _on_accelerator(current) and "device" not in saved.random.generators:
+        why = "The device's random state is not in a checkpoint of a CPU run; what is drawn there differs."
+        return "note", f"{before}: {', '.join(saved.random.generators)}", "restored, but for the device", why, ""
     if saved.random.ranks == ranks:
         return "ok", f"{before}: {', '.join(saved.random.generators)}", "restored", "", ""
     why = "Random states of other ranks do not fit; dropout and shuffling draw other numbers."
     return "note", before, f"{ranks} rank{'s' * (ranks != 1)}", why, ""
+
+
+def _on_accelerator(manifest: Manifest) -> bool:
+    return manifest.hardware is not None and manifest.hardware.device != "cpu"
+
+
+def _optimizer(saved: Manifest, current: Manifest) -> _Judgment | None:
+    if not saved.optimizers or not current.optimizers:
+        return None  # a Trainer makes its optimizers after the checkpoint has been judged, but under FSDP
+    before, now = ([entry.name for entry in manifest.optimizers or ()] for manifest in (saved, current))
+    if before != now:
+        why = "The saved state belongs to another optimizer's arithmetic."
+        return (
+            "refuse",
+            ", ".join(before),
+            ", ".join(now),
+            why,
+            "Keep the optimizer, or start a new fit from the weights.",
+        )
+    fused = [[entry.fused for entry in manifest.optimizers or ()] for manifest in (saved, current)]
+    old, new = (", ".join(f"{n}{' (fused)' * f}" for n, f in zip(before, flags, strict=True)) for flags in fused)
+    return _differs(old, new, "note", "Another kernel; bits may differ.")
 
 
 def _versions(name: str) -> Callable[[Manifest, Manifest], _Judgment | None]:
@@ -552,9 +645,13 @@ def _versions(name: str) -> Callable[[Manifest, Manifest], _Judgment | None]:
 def _hardware(saved: Manifest, current: Manifest) -> _Judgment | None:
     if saved.hardware is None or current.hardware is None:
         return None
-    before, now = (f"{h.name} ({h.device}{f' {h.capability}' if h.capability else ''})"
-                   for h in (saved.hardware, current.hardware))  # fmt: skip
-    return _differs(before, now, "note", "Another device adds up in another order; bits may differ.")
+
+    def said(hardware: Hardware) -> str:
+        parts = [hardware.device, hardware.capability, hardware.cuda, hardware.hip, hardware.driver]
+        return f"{hardware.name} ({', '.join(part for part in parts if part)})"
+
+    why = "Another device, or other kernels, add up in another order; bits may differ."
+    return _differs(said(saved.hardware), said(current.hardware), "note", why)
 
 
 def _clipping(saved: Manifest, current: Manifest) -> _Judgment | None:
@@ -562,7 +659,7 @@ def _clipping(saved: Manifest, current: Manifest) -> _Judgment | None:
         return None  # not recorded: without a Trainer nobody knows
 
     def said(manifest: Manifest) -> str:
-        return "none" if manifest.clipping is None else f"{manifest.clipping.value:g} by {manifest.clipping.algorithm}"
+        return "none" if manifest.clipping is None else f"{manifest.clipping.value!r} by {manifest.clipping.algorithm}"
 
     return _differs(said(saved), said(current), "note", "Updates are bounded by another threshold.")
 
@@ -587,30 +684,37 @@ TABLE: tuple[Check, ...] = (
     Check(
         "parameters",
         "storage format of every module's parameters",
-        "wider: convert; narrower: refuse",
+        "wider: convert; narrower, or between BF16 and FP16: refuse",
         _parameters,
         waivable=True,
     ),
     Check(
         "optimizer_state",
-        "format of the optimizer's state for every module",
+        "format of the optimizer's state for every module, where there is any",
         "another: refuse",
         _optimizer_state,
         waivable=True,
+    ),
+    Check(
+        "optimizer",
+        "classes of the optimizers, and their kernels",
+        "another class: refuse; fused or not: note",
+        _optimizer,
+        True,
     ),
     Check("master_weights", "FP32 copies of 16-bit parameters", "kept or not: refuse", _masters, waivable=True),
     Check(
         "reduce",
         "format of gradient communication",
-        "wider: convert; narrower: refuse",
-        _policy_format("reduce", "Gradients would be added up over ranks with fewer digits or a smaller range."),
+        "wider: convert; narrower, or between BF16 and FP16: refuse",
+        _reduce,
         waivable=True,
     ),
     Check(
         "buffers",
-        "storage format of buffers",
-        "wider: convert; another: refuse",
-        _policy_format("buffers", "Running statistics would be rounded to fewer digits."),
+        "storage format of buffers, and which of them a rule keeps as they are",
+        "wider: convert; another, or no longer kept: refuse",
+        _buffers,
         waivable=True,
     ),
     Check("policy", "fingerprint of the policy, where the precision is the same", "another: note", _rules),
@@ -679,6 +783,14 @@ TABLE: tuple[Check, ...] = (
         "another: note",
         _equal("accumulation", "partial_window", "note", "The last window of an epoch is weighted in another way."),
     ),
+    Check(
+        "sync_each_microbatch",
+        "whether FSDP2 reduces each micro-batch",
+        "another: note",
+        _equal(
+            "accumulation", "sync_each_microbatch", "note", "Gradients are added up in another order; bits may differ."
+        ),
+    ),
     Check("clipping", "threshold and algorithm of gradient clipping", "another: note", _clipping),
     Check(
         "check_finite",
@@ -725,10 +837,16 @@ TABLE: tuple[Check, ...] = (
     Check(
         "window",
         "an accumulation window open at the save",
-        "gradients stored: ok on as many ranks, else convert; lost: convert",
+        "gradients stored: ok with the same strategy, ranks, mesh and accumulation, else convert; lost: convert",
         _window,
     ),
-    Check("data", "position of the training data", "middle of an epoch without a stateful loader: note", _data),
+    Check(
+        "data",
+        "position of the training data",
+        "middle of an epoch without a stateful loader, middle of a batch, on_train_epoch_start, or after a fit that ended "
+        "in mid-epoch: note",
+        _data,
+    ),
     Check("random_state", "random states of every rank", "missing, or of other ranks: note", _random),
     Check(
         "compiled",

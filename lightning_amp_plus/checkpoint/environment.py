@@ -36,7 +36,8 @@ def _version(package: str) -> str | None:
 def hardware(device: torch.device) -> Hardware:
     """The device a rank computes on."""
     if device.type != "cuda":
-        return Hardware(device=device.type, name=platform.processor() or platform.machine())
+        capability = torch.backends.cpu.get_cpu_capability() if device.type == "cpu" else None
+        return Hardware(device=device.type, name=platform.processor() or platform.machine(), capability=capability)
     properties = torch.cuda.get_device_properties(device)
     return Hardware(
         device=device.type,

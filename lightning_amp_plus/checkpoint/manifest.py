@@ -1,8 +1,9 @@
 """The manifest: what a checkpoint records of the precision it was trained in, as a versioned, typed document.
 
 Everything in it is a plain type, so it reads with ``weights_only=True`` and is its own JSON. It lies in the checkpoint
-under :data:`CHECKPOINT_KEY`, beside the few tensors that only a resume needs (:data:`TENSOR_PARTS`). ``precision`` composes
-it from what each room says of itself, ``compatibility`` compares two of them, the sidecar and the command line show it.
+under :data:`CHECKPOINT_KEY`, beside the few tensors that only a resume needs (:data:`TENSOR_PARTS`). The plugin's contract
+composes it from what each room says of itself, ``compatibility`` compares two of them, the sidecar and the command line
+show it.
 
 A section that is ``None`` was not recorded: by an older version, by another library, or because it does not apply yet.
 """
@@ -11,9 +12,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from lightning_amp_plus.errors import IncompatiblePrecisionError
 
@@ -39,7 +40,7 @@ class Versions(_Section):
 
 
 class Hardware(_Section):
-    """The device of rank 0."""
+    """The device that a rank computes on; on a CPU the capability is its vector instructions."""
 
     device: str
     name: str
@@ -87,17 +88,20 @@ class Dtypes(_Section):
     optimizer_state: dict[str, int]
 
 
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 class LossScaleEntry(_Section):
     """Configuration of the loss scale; see ``LossScale``."""
 
     kind: Literal["dynamic", "static"]
-    init: float
-    growth_factor: float
-    backoff_factor: float
-    growth_interval: int
-    min: float
-    max: float
-    hysteresis: int
+    init: Positive
+    growth_factor: Positive
+    backoff_factor: Positive
+    growth_interval: int = Field(ge=1)
+    min: Positive
+    max: Positive
+    hysteresis: int = Field(ge=1)
     backoff_on_forward_overflow: bool = True
 
 
@@ -145,7 +149,7 @@ class Accumulation(_Section):
         sync_each_microbatch: Whether FSDP2 reduced each micro-batch.
     """
 
-    batches: int
+    batches: int = Field(ge=1)
     partial_window: str
     sync_each_microbatch: bool
 
@@ -154,7 +158,7 @@ class StrategyEntry(_Section):
     """How the model lay over ranks."""
 
     name: str
-    world_size: int
+    world_size: int = Field(ge=1)
     mesh: dict[str, int] | None = None
 
 
@@ -189,7 +193,7 @@ class WindowPosition(_Section):
         gradients: Whether the gradients of those micro-batches are in the checkpoint.
     """
 
-    micro_batches: int
+    micro_batches: int = Field(ge=0)
     size: int | None
     gradients: Literal["none", "stored", "lost"]
 
@@ -200,23 +204,33 @@ class Data(_Section):
     Attributes:
         mid_epoch: Whether batches of the epoch were still to come.
         stateful: Whether every loader can continue in mid-epoch (``state_dict`` and ``load_state_dict``).
+        moment: ``clean``: between two batches or epochs. ``batch``: a batch had begun. ``epoch_start``: in
+            ``on_train_epoch_start``. ``stopped``: after a fit that ended in mid-epoch. From the latter three Lightning
+            does not go on where it was.
     """
 
     mid_epoch: bool
     stateful: bool
+    moment: Literal["clean", "batch", "epoch_start", "stopped"] = "clean"
 
 
 class RandomState(_Section):
     """Which random states are in the checkpoint: of how many ranks, and which generators of each."""
 
-    ranks: int
+    ranks: int = Field(ge=1)
     generators: list[str]
+
+
+def _run(pair: list[float]) -> list[float]:
+    if len(pair) != 2 or pair[1] < 1 or pair[1] != int(pair[1]):
+        raise ValueError("expected [scale, number of windows]")
+    return pair
 
 
 class HistoryEntry(_Section):
     """Counts and scales of the run so far; see ``History``. Scales are ``[value, count]`` runs."""
 
-    scales: list[list[float]]
+    scales: list[Annotated[list[float], AfterValidator(_run)]]
     applied: int = Field(ge=0)
     skipped: int = Field(ge=0)
     growths: int = Field(ge=0)
@@ -231,12 +245,13 @@ class Manifest(_Section):
         schema_version: Version of this document.
         save_id: Names one save; a sidecar carries that of its checkpoint.
         writer: What wrote the checkpoint.
-        precision: ``32-true 16-mixed bf16-mixed fp8-mixed 16-true bf16-true fp8-true``, or ``None`` where not known.
+        precision: ``32-true bf16-mixed 16-mixed fp8-mixed bf16-true 16-true fp8-true 64-true``; ``None`` if unknown.
         policy: As of ``PrecisionPolicy.to_dict``.
         fingerprint: As of ``PrecisionPolicy.fingerprint``.
         device_type: Device that the plan was made for.
         routes: What every module got, by qualified name; see ``Route``.
-        moves: Modules moved while training; a resume moves them again.
+        kept_buffers: Buffers that keep their format because a rule names them.
+    moves: Modules moved while training; a resume moves them again.
         loss_scale: Its configuration; ``None`` where none was in use.
         scaler: Its state.
         windows: Windows that closed.
@@ -258,6 +273,7 @@ class Manifest(_Section):
     hardware: Hardware | None = None
     device_type: str | None = None
     routes: dict[str, dict[str, str]] | None = None
+    kept_buffers: list[str] | None = None
     dtypes: Dtypes | None = None
     optimizers: list[OptimizerEntry] | None = None
     loss_scale: LossScaleEntry | None = None
@@ -310,10 +326,34 @@ class Manifest(_Section):
                 f"than this one, which reads up to {SCHEMA_VERSION}. Update lightning_amp_plus to resume from it."
             )
         plain = {key: value for key, value in values.items() if key not in TENSOR_PARTS}
+        if (found := _not_plain(plain.get("policy"))) is not None:
+            raise IncompatiblePrecisionError(_damaged(where, [f"policy holds {found}, which is no plain type"]))
+        if isinstance(plain.get("scaler"), dict):  # whatever it holds, the field `scaler` is judged, and may be allowed
+            plain["scaler"] = {str(key): _plainly(value) for key, value in plain["scaler"].items()}
         try:
             return cls.model_validate(plain)
         except ValidationError as error:
             raise IncompatiblePrecisionError(_said(error, where)) from None
+
+
+def _not_plain(value: Any) -> str | None:
+    """The first type in a nested value that JSON does not have, or ``None``."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return None
+    if isinstance(value, list):
+        return next((found for item in value if (found := _not_plain(item)) is not None), None)
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return _not_plain(list(value.values()))
+    return _kind(value)
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return "Tensor" if name == "TensorStub" else name  # read without its numbers
+
+
+def _plainly(value: Any) -> Any:
+    return value if value is None or isinstance(value, (str, bool, int, float)) else f"<{_kind(value)}>"
 
 
 def _said(error: ValidationError, where: str) -> str:
@@ -323,10 +363,14 @@ def _said(error: ValidationError, where: str) -> str:
         kind = {"missing": "is missing", "extra_forbidden": "is not a field of this version"}.get(
             problem["type"], f"holds {_short(problem['input'])}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
         )
-        lines.append(f"  {name} {kind}")
+        lines.append(f"{name} {kind}")
+    return _damaged(where, lines)
+
+
+def _damaged(where: str, lines: list[str]) -> str:
     return (
         f"The precision manifest of {where} is damaged, or was edited:\n"
-        + "\n".join(lines[:20])
+        + "\n".join(f"  {line}" for line in lines[:20])
         + (f"\n  and {len(lines) - 20} more" if len(lines) > 20 else "")
         + "\nResume from another checkpoint; for the weights alone, load its state_dict and start a new fit."
     )

@@ -6,10 +6,12 @@ recorded. Nothing is guessed: where a kind of checkpoint leaves the precision op
 
 from __future__ import annotations
 
+import io
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY, SCHEMA_VERSION
+from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY, SCHEMA_VERSION, Dtypes
 from lightning_amp_plus.checkpoint.reading import tensors
 from lightning_amp_plus.policy import PrecisionPolicy
 
@@ -25,23 +27,22 @@ def document_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest of a checkpoint as a document of the present version, tensors beside it included.
 
     Args:
-        checkpoint: As loaded, or as read with :class:`TensorStub` in place of tensors.
+        checkpoint: As loaded, or as read with stubs in place of tensors.
 
     Returns:
         Ours, brought up to date; for a checkpoint of stock Lightning what can be told from it.
     """
-    ours = checkpoint.get(CHECKPOINT_KEY)
-    if ours is None:
+    if CHECKPOINT_KEY not in checkpoint:
         return _of_stock(checkpoint)
-    document: dict[str, Any] = upgrade(ours)
+    document: dict[str, Any] = upgrade(checkpoint[CHECKPOINT_KEY])
     return document
 
 
 def upgrade(document: Any) -> Any:
     """A document of ours brought up to the present version, step by step; anything else comes back as it is."""
-    while isinstance(document, Mapping) and document.get("schema_version") in _STEPS:
-        version = document["schema_version"]
-        if isinstance(version, bool):
+    while isinstance(document, Mapping):
+        version = document.get("schema_version")
+        if type(version) is not int or version not in _STEPS:
             break
         document = _STEPS[version](document)
     return document
@@ -51,11 +52,13 @@ def _from_1(document: Mapping[str, Any]) -> dict[str, Any]:
     """Version 1 had policy, moves, scaler and history, and no word on anything else."""
     policy = document.get("policy")
     masters = document.get("master_weights")
-    moves = document.get("moves", [])
+    moves = document.get("moves")
+    if isinstance(moves, list):
+        moves = [{**move, "step": None} if isinstance(move, Mapping) else move for move in moves]
     return {
         **document,
         "schema_version": 2,
-        "moves": [{**move, "step": None} if isinstance(move, Mapping) else move for move in moves],
+        **({"moves": moves} if "moves" in document else {}),
         "precision": precision_of(policy),
         "master_weights_kept": masters is not None,
     }
@@ -77,22 +80,23 @@ def _of_stock(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint of stock Lightning tells: a scaler's state, if there was one, and the weights' dtypes."""
     scaler, writer = None, "lightning"
     for key in (*_WITH_SCALER, _LEGACY_SCALER):
-        state = checkpoint.get(key)
-        if isinstance(state, Mapping) and "scale" in state:
-            scaler, writer = dict(state), f"lightning ({key})"
+        if key in checkpoint:  # stock saves nothing under it without a scaler, so whatever is there is one's state
+            state = checkpoint[key]
+            scaler = dict(state) if isinstance(state, Mapping) else {"found": type(state).__name__}
+            writer = f"lightning ({key})"
             break
     weights = checkpoint.get("state_dict")
-    counts: dict[str, int] = {}
-    for _, stub in _floating(weights):
-        counts[stub] = counts.get(stub, 0) + 1
+    counts = Counter(dtype for _, dtype in _floating(weights))
     precision = None
-    if any(name.endswith(_EXTRA_STATE) for name in weights or ()):
+    if isinstance(weights, Mapping) and any(_is_extra_state(*item, weights) for item in weights.items()):
         precision, writer = "fp8-mixed", "lightning (TransformerEnginePrecision)"
-    elif set(counts) == {"bf16"} or set(counts) == {"fp16"}:
-        precision = {"bf16": "bf16-true", "fp16": "16-true"}[next(iter(counts))]
-        writer = "lightning (HalfPrecision)"
+    elif set(counts) in ({"bf16"}, {"fp16"}, {"fp64"}):
+        [dtype] = counts
+        precision = {"bf16": "bf16-true", "fp16": "16-true", "fp64": "64-true"}[dtype]
+        writer = f"lightning ({'DoublePrecision' if dtype == 'fp64' else 'HalfPrecision'})"
     elif scaler is not None:
         precision = "16-mixed"
+    found = Dtypes(parameters=dict(counts), gradients={}, optimizer_state=_state_dtypes(checkpoint))
     return {
         "schema_version": SCHEMA_VERSION,
         "policy": None,
@@ -103,30 +107,39 @@ def _of_stock(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         "history": dict(_NO_HISTORY),
         "writer": writer,
         "precision": precision,
+        "dtypes": found.model_dump(),
     }
+
+
+def _is_extra_state(name: Any, value: Any, weights: Mapping[Any, Any]) -> bool:
+    """Whether an entry of a state_dict is Transformer Engine's: other modules use the same name for their own things."""
+    module = str(name).removesuffix(_EXTRA_STATE)
+    if not str(name).endswith(_EXTRA_STATE) or not any(str(n).startswith(module) and n != name for n in weights):
+        return False
+    if isinstance(value, io.BytesIO) or getattr(value, "__name__", "").endswith("BytesIO"):
+        return True
+    return [(dtype, len(shape)) for _, dtype, shape in tensors(value)] == [("uint8", 1)]
+
+
+def _state_dtypes(checkpoint: Mapping[str, Any]) -> dict[str, int]:
+    """Dtypes of optimizer state that has a shape; step counts say nothing about precision."""
+    states = tensors(checkpoint.get("optimizer_states"))
+    return dict(Counter(dtype for _, dtype, shape in states if shape))
 
 
 def _floating(weights: Any) -> list[tuple[str, str]]:
     """Names and short dtypes of the floating tensors in a state_dict, read or loaded."""
-    from torch import Tensor
-
-    from lightning_amp_plus.casts import dtype_name
-
-    if not isinstance(weights, Mapping):
-        return []
-    if any(isinstance(value, Tensor) for value in weights.values()):
-        return [(n, dtype_name(t.dtype)) for n, t in weights.items() if isinstance(t, Tensor) and t.is_floating_point()]
-    return [(name, stub.dtype) for name, stub in tensors(weights) if stub.dtype in ("fp32", "bf16", "fp16", "fp64")]
+    return [(name, dtype) for name, dtype, _ in tensors(weights) if dtype in ("fp32", "bf16", "fp16", "fp64")]
 
 
-def drop_extra_state(checkpoint: Mapping[str, Any], wanted: set[str]) -> list[str]:
+def drop_extra_state(checkpoint: Mapping[str, Any], wanted: Callable[[], set[str]]) -> list[str]:
     """Takes Transformer Engine's ``_extra_state`` entries that the model does not have out of ``state_dict``, in place.
 
     They hold amax histories of its own modules, which strict loading into plain ones would stumble over.
 
     Args:
         checkpoint: As loaded.
-        wanted: Names in the model's own state_dict.
+        wanted: Gives the names in the model's own state_dict; asked only where there is such an entry.
 
     Returns:
         The names taken out.
@@ -134,7 +147,9 @@ def drop_extra_state(checkpoint: Mapping[str, Any], wanted: set[str]) -> list[st
     weights = checkpoint.get("state_dict")
     if not isinstance(weights, dict):
         return []
-    dropped = [name for name in weights if name.endswith(_EXTRA_STATE) and name not in wanted]
+    found = [name for name, value in weights.items() if _is_extra_state(name, value, weights)]
+    names = wanted() if found else set()
+    dropped = [name for name in found if name not in names]
     for name in dropped:
         del weights[name]
     return dropped

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Mapping
-from typing import Any
 
 import numpy
 import torch
@@ -72,21 +71,9 @@ def gather(states: dict[str, Tensor], device: torch.device) -> list[dict[str, Te
     return [{n: s.clone() for n, s in zip(sorted(states), row.split(lengths), strict=True)} for row in rows]
 
 
-def fault(states: Any) -> str | None:
-    """What is wrong with states read from a checkpoint, or ``None``."""
-    if not isinstance(states, list) or not states:
-        return f"expected the states of every rank; found {type(states).__name__}"
-    sizes = {"python": _TWISTER.size, "numpy": _TWISTER.size, "torch": torch.get_rng_state().numel()}
-    for rank, of_rank in enumerate(states):
-        if not isinstance(of_rank, Mapping):
-            return f"rank {rank}: expected a mapping; found {type(of_rank).__name__}"
-        for name, state in of_rank.items():
-            length = sizes.get(name)
-            if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.ndim != 1:
-                return f"rank {rank}, {name}: expected a flat uint8 tensor"
-            if length is not None and state.numel() != length:
-                return f"rank {rank}, {name}: expected {length} bytes; found {state.numel()}"
-    return None
+def sizes() -> dict[str, int]:
+    """Bytes of each state whose size does not depend on the device."""
+    return {"python": _TWISTER.size, "numpy": _TWISTER.size, "torch": torch.get_rng_state().numel()}
 
 
 def _bytes(data: bytes) -> Tensor:

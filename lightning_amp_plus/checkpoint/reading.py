@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
+import struct
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, ClassVar, Self
+from typing import IO, Any, ClassVar
 
 import torch
 from fsspec.core import url_to_fs
@@ -24,7 +27,21 @@ from lightning_amp_plus.checkpoint.sidecar import sidecar_of
 from lightning_amp_plus.errors import IncompatiblePrecisionError
 
 _METADATA = "meta.pt"
+_STORAGES = {
+    "FloatStorage": "fp32",
+    "DoubleStorage": "fp64",
+    "HalfStorage": "fp16",
+    "BFloat16Storage": "bf16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_DESCRIPTOR = struct.Struct("<4sI")
 _LARGEST = 2**30  # bytes of a data.pkl; beyond any model, and short of what a crafted file could make us read
 
 
@@ -61,8 +78,11 @@ def read(path: str | Path) -> Reading:
         IncompatiblePrecisionError: If both cannot be read, or the checkpoint is there and damaged.
     """
     address = str(path)
+    try:
+        filesystem, location = url_to_fs(address)
+    except (ValueError, ImportError) as error:
+        raise IncompatiblePrecisionError(f"{address} cannot be opened: {' '.join(str(error).split())}") from error
     document, sidecar_trouble = _sidecar(address)
-    filesystem, location = url_to_fs(address)
     if not filesystem.exists(location):
         if document is None:
             raise FileNotFoundError(f"Checkpoint not found: {address}. {sidecar_trouble or ''}".rstrip())
@@ -88,7 +108,7 @@ def _sidecar(address: str) -> tuple[Mapping[str, Any] | None, str | None]:
         return None, None
     try:
         document = json.loads(filesystem.cat_file(location))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         return None, f"the sidecar {place} cannot be read ({error})"
     if not isinstance(document, Mapping):
         return None, f"the sidecar {place} holds no manifest"
@@ -117,11 +137,7 @@ def _parse(file: IO[bytes]) -> Any:
     start = file.read(4)
     file.seek(0)
     if start[:2] == b"PK":
-        reader = torch._C.PyTorchFileReader(file)
-        record = reader.get_record("data.pkl")
-        if len(record) > _LARGEST:
-            raise ValueError(f"its data.pkl takes {len(record):,} bytes")
-        return _Inert(io.BytesIO(record)).load()
+        return _Inert(io.BytesIO(_record(file))).load()
     # What torch.save wrote before 1.6: magic number, version, system, then the object, and the numbers behind it.
     if _Inert(file).load() != _LEGACY_MAGIC:
         raise ValueError("neither a zip nor an old torch file")
@@ -130,32 +146,50 @@ def _parse(file: IO[bytes]) -> Any:
     return _Inert(file).load()
 
 
-class _Stand:
-    """Base of what stands for a class or function that is not imported, and for whatever calling it would have made."""
+def _record(file: IO[bytes]) -> bytes:
+    """The record ``data.pkl`` of a zip, its size bounded and its checksum compared, which torch's reader does not do."""
+    reader = torch._C.PyTorchFileReader(file)
+    size, end = reader.get_record_size("data.pkl"), file.seek(0, os.SEEK_END)
+    if size > min(end, _LARGEST):
+        raise ValueError(f"its data.pkl claims {size:,} bytes in a file of {end:,}")
+    record: bytes = reader.get_record("data.pkl")
+    file.seek(reader.get_record_offset("data.pkl") + size)  # type: ignore[attr-defined]
+    mark, checksum = _DESCRIPTOR.unpack(file.read(_DESCRIPTOR.size))  # torch.save writes it behind the data
+    if mark == b"PK\x07\x08" and checksum != zlib.crc32(record):
+        raise ValueError("the checksum of its data.pkl is another")
+    return record
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        return super().__new__(cls)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+class _Inertia(type):
+    """What stand-ins do when a pickle calls them, sets their state or fills them: nothing."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls
+
+    def __setstate__(cls, state: Any) -> None:
         pass
 
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-    def append(self, item: Any) -> None:
+    def append(cls, item: Any) -> None:
         """Pickles of list subclasses call this."""
 
-    def extend(self, items: Any) -> None:
+    def extend(cls, items: Any) -> None:
         """Pickles of list subclasses call this."""
 
-    def add(self, item: Any) -> None:
+    def add(cls, item: Any) -> None:
         """Pickles of set subclasses call this."""
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(cls, key: Any, value: Any) -> None:
         pass
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"
+
+class _Stand(metaclass=_Inertia):
+    """Base of what stands for a class or function that is not imported, and for whatever calling it would have made.
+
+    One class for both, since pickle takes nothing but classes in some places, and the result of any call in others.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls
 
 
 class _Storage:
@@ -175,9 +209,13 @@ def _parameter(data: Any, *rest: Any) -> Any:
     return data
 
 
+def _subclass(rebuild: Any, cls: Any, args: Any, state: Any = None) -> Any:
+    """A tensor of another class, or with attributes: what counts is the tensor that it is made from."""
+    return rebuild(*args) if rebuild in (_tensor, _parameter) and isinstance(args, tuple) else _Stand
+
+
 def _dtype_of_storage(name: str) -> str:
-    known = {"FloatStorage": "fp32", "DoubleStorage": "fp64", "HalfStorage": "fp16", "BFloat16Storage": "bf16"}
-    return known.get(name, name.removesuffix("Storage").lower())
+    return _STORAGES.get(name, name.removesuffix("Storage").lower())
 
 
 class _Inert(pickle.Unpickler):
@@ -189,6 +227,8 @@ class _Inert(pickle.Unpickler):
         ("torch._utils", "_rebuild_tensor_v2"): _tensor,
         ("torch._utils", "_rebuild_tensor_v3"): _tensor,
         ("torch._utils", "_rebuild_parameter"): _parameter,
+        ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+        ("torch._tensor", "_rebuild_from_type_v2"): _subclass,
         ("torch", "Size"): tuple,
     }
 
@@ -197,20 +237,25 @@ class _Inert(pickle.Unpickler):
             return self._KNOWN[module, name]
         if module == "torch" and name.endswith("Storage"):
             return _Storage(_dtype_of_storage(name))
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        return type(f"{module}.{name}", (_Stand,), {})  # a class, since pickle makes instances of classes only
+        known = vars(torch).get(name) if module == "torch" else None  # not getattr, which may import
+        return known if isinstance(known, torch.dtype) else _Inertia(f"{module}.{name}", (_Stand,), {})
 
     def persistent_load(self, pid: Any) -> Any:
         kind = pid[1] if isinstance(pid, tuple) and len(pid) > 1 else None
+        if isinstance(pid, tuple) and pid[:1] == ("module",):
+            return kind  # the class of a module, with its source, as saved before torch 1.6
         return kind if isinstance(kind, _Storage) else _Storage("unknown")
 
 
-def tensors(value: Any, name: str = "") -> Iterator[tuple[str, TensorStub]]:
-    """The tensors in nested mappings and lists, with a dotted name."""
-    if isinstance(value, TensorStub):
-        yield name, value
-    elif isinstance(value, (Mapping, list, tuple)):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from tensors(item, f"{name}.{key}" if name else str(key))
+def tensors(value: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Dotted name, short dtype and shape of the tensors in nested mappings and lists, loaded or read as stubs."""
+    pending = [("", value)]
+    while pending:  # no recursion: a file may nest deeper than Python's stack
+        name, item = pending.pop()
+        if isinstance(item, TensorStub):
+            yield name, item.dtype, item.shape
+        elif isinstance(item, torch.Tensor):
+            yield name, dtype_name(item.dtype), tuple(item.shape)
+        elif isinstance(item, (Mapping, list, tuple)):
+            inner = list(item.items()) if isinstance(item, Mapping) else list(enumerate(item))
+            pending += ((f"{name}.{key}" if name else str(key), part) for key, part in reversed(inner))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY, TENSOR_PARTS, Manifest
 from lightning_amp_plus.checkpoint.migrations import document_of, upgrade
+from lightning_amp_plus.checkpoint.parts import Shapes, fault_of_parts, shapes_of_masters, sizes_of_gradients
 from lightning_amp_plus.checkpoint.reading import Reading, read
 from lightning_amp_plus.checkpoint.sidecar import sidecar_of
 from lightning_amp_plus.errors import IncompatiblePrecisionError
@@ -24,6 +25,9 @@ class SavedPrecision:
         source: Where the manifest comes from.
         weights_only: Whether the checkpoint holds weights and no training state.
         notes: What else to say, a sentence each.
+        fault: What is wrong with the tensors beside the manifest; ``None`` if nothing is.
+        masters: Shapes of the master weights in it, by name.
+        gradients: Elements of the stored gradients of an open window, by parameter name.
     """
 
     path: str
@@ -31,6 +35,21 @@ class SavedPrecision:
     source: str
     weights_only: bool
     notes: tuple[str, ...] = ()
+    fault: str | None = None
+    masters: Shapes | None = None
+    gradients: Mapping[str, int] = field(default_factory=dict)
+
+    def why_no_fit(self) -> str | None:
+        """Why no fit can continue the checkpoint, whatever it allows; ``None`` if one may."""
+        if self.weights_only:
+            return (
+                f"{self.path} holds weights only (it was saved with save_weights_only=True, or not by a Trainer): neither "
+                "optimizer state nor the state of the precision is there to continue. Load its state_dict into the model "
+                "and start a new fit, or resume from a full checkpoint."
+            )
+        if self.fault is not None:
+            return f"{self.path} is damaged, or was edited: {self.fault}. Resume from another checkpoint."
+        return None
 
 
 def saved_precision(path: str | Path) -> SavedPrecision:
@@ -46,17 +65,24 @@ def saved_precision(path: str | Path) -> SavedPrecision:
     """
     address = str(path).removesuffix(".precision.json")
     reading = read(address)
-    notes = [f"{reading.trouble[0].upper()}{reading.trouble[1:]}."] if reading.trouble else []
+    notes = [f"Note: {reading.trouble}."] if reading.trouble else []
     if reading.contents is None:
         return _of_sidecar(reading, notes)
     weights_only = not _has_training_state(reading)
     ours = reading.contents.get(CHECKPOINT_KEY)
-    manifest = Manifest.from_dict(document_of(reading.contents), f"the checkpoint {address}")
+    document = document_of(reading.contents)
+    manifest = Manifest.from_dict(document, f"the checkpoint {address}")
+
+    def of_checkpoint() -> SavedPrecision:
+        fault = fault_of_parts(document, manifest)
+        masters, gradients = shapes_of_masters(document), sizes_of_gradients(document) if fault is None else {}
+        return SavedPrecision(address, manifest, "checkpoint", weights_only, tuple(notes), fault, masters, gradients)
+
     if reading.sidecar is None:
-        return SavedPrecision(address, manifest, "checkpoint", weights_only, tuple(notes))
+        return of_checkpoint()
     place = sidecar_of(address)
     if isinstance(ours, Mapping):
-        if ours.get("save_id") != reading.sidecar.get("save_id"):
+        if ours.get("save_id") is None or ours.get("save_id") != reading.sidecar.get("save_id"):
             notes.append(f"The sidecar {place} is stale (of another save) and was ignored.")
         elif _plain(ours) != dict(reading.sidecar):
             raise IncompatiblePrecisionError(
@@ -64,13 +90,13 @@ def saved_precision(path: str | Path) -> SavedPrecision:
                 f"{_differing(_plain(ours), reading.sidecar)}: one of the two was edited or damaged. Remove the sidecar "
                 "if you trust the checkpoint."
             )
-        return SavedPrecision(address, manifest, "checkpoint", weights_only, tuple(notes))
+        return of_checkpoint()
     beside = Manifest.from_dict(upgrade(reading.sidecar), f"the sidecar {place}")
     step = reading.contents.get("global_step")
     same_step = beside.progress is not None and beside.progress.global_step == step
     if not beside.weights_only or not weights_only or not same_step:
         notes.append(f"The sidecar {place} is stale (of another save) and was ignored.")
-        return SavedPrecision(address, manifest, "checkpoint", weights_only, tuple(notes))
+        return of_checkpoint()
     notes.append("The checkpoint was saved with save_weights_only=True and holds no precision state; its sidecar does.")
     return SavedPrecision(address, beside, "sidecar", True, tuple(notes))
 

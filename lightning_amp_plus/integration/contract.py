@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module
 
 from lightning_amp_plus.checkpoint import random_state
-from lightning_amp_plus.checkpoint.compatibility import scaler_fault
+from lightning_amp_plus.checkpoint.compatibility import UNCLEAN, scaler_fault
 from lightning_amp_plus.checkpoint.environment import versions
 from lightning_amp_plus.checkpoint.gradients import gather_gradients, put_back
 from lightning_amp_plus.checkpoint.manifest import (
@@ -26,13 +28,16 @@ from lightning_amp_plus.checkpoint.manifest import (
     WindowPosition,
 )
 from lightning_amp_plus.checkpoint.migrations import document_of, upgrade
+from lightning_amp_plus.checkpoint.saved import SavedPrecision
 from lightning_amp_plus.errors import IncompatiblePrecisionError
-from lightning_amp_plus.integration.describe import micro_batches_done, sections_of
+from lightning_amp_plus.integration.describe import sections_of
 from lightning_amp_plus.integration.items import ItemCounts
-from lightning_amp_plus.integration.resume import Judgment, Resume
+from lightning_amp_plus.integration.loops import batch_in_flight, micro_batches_done
+from lightning_amp_plus.integration.resume import Judgment, Resume, together
+from lightning_amp_plus.integration.sharding import check_fsdp2_units, copy_into_shards, fsdp2_units, is_fsdp1
 from lightning_amp_plus.policy import PrecisionPolicy, Rule
-from lightning_amp_plus.routing import outline
-from lightning_amp_plus.scaling.master_weights import MasterWeights
+from lightning_amp_plus.routing import outline, plan
+from lightning_amp_plus.scaling.master_weights import MasterWeights, may_be_master
 from lightning_amp_plus.step import StepSequence
 
 if TYPE_CHECKING:
@@ -65,8 +70,14 @@ class CheckpointContract:
         self._masters = masters
         self._items = items
         self._said: set[str] = set()
-        self.resume = Resume(plugin.allow, plugin.check_restored_weights, self._of_trainer, rank_zero_warn)
-        self.store_gradients = False
+        self.resume = Resume(
+            plugin.allow,
+            plugin.check_restored_weights,
+            self._of_trainer,
+            self._with_routes,
+            self._precheck,
+            rank_zero_warn,
+        )
 
     # ---------------------------------------------------------------- what is written
 
@@ -120,7 +131,7 @@ class CheckpointContract:
         document |= sections
         if module is not None and "routes" not in document:
             try:
-                document["routes"] = outline(module, moved_policy(plugin.policy, moves))
+                document |= outline(module, moved_policy(plugin.policy, moves))
             except ValueError as error:
                 outline(module, plugin.policy)  # an error of the policy itself is said as such
                 raise IncompatiblePrecisionError(
@@ -135,6 +146,19 @@ class CheckpointContract:
     def _of_trainer(self, trainer: Any, moves: Sequence[Move]) -> Manifest:
         return self.manifest(trainer, trainer.lightning_module, moves)
 
+    def _with_routes(self, trainer: Any, manifest: Manifest) -> Manifest:
+        return self.filled(manifest, trainer.lightning_module)
+
+    def filled(self, manifest: Manifest, module: Module) -> Manifest:
+        """A manifest of schema 1 holds the policy only; what that comes to in this model is what was trained."""
+        if manifest.routes is not None or manifest.policy is None:
+            return manifest
+        try:
+            policy = moved_policy(PrecisionPolicy.from_dict(manifest.policy), manifest.moves)
+            return manifest.model_copy(update=outline(module, policy))
+        except (TypeError, ValueError):
+            return manifest  # a policy of other modules; strict loading says so
+
     def written(self, trainer: Any, moves: Sequence[Move], state: Mapping[str, Any]) -> dict[str, Any]:
         """What goes into the checkpoint under our key. Every rank has to call it: random states are gathered.
 
@@ -144,16 +168,21 @@ class CheckpointContract:
             state: As of :meth:`state`, a moment ago.
         """
         device = trainer.strategy.root_device
-        ranks = random_state.gather(random_state.capture(device), device)
-        tensors: dict[str, Any] = {"random_state": ranks}
+        tensors: dict[str, Any] = {}
+        random = None
+        # In the middle of a batch there may have been an exception, on this rank alone: nobody else would come to the
+        # exchange. A resume runs that batch again, so it is not exact anyway.
+        if trainer.world_size == 1 or not batch_in_flight(trainer):
+            # A resumed run that had nothing left to train never came to putting its random states back.
+            states = self.resume.waiting_states or random_state.capture(device)
+            ranks = tensors["random_state"] = random_state.gather(states, device)
+            random = RandomState(ranks=len(ranks), generators=sorted(ranks[0]))
         if "master_weights" in state:
             tensors["master_weights"] = state["master_weights"]
         window = self._window(trainer)
         if window.gradients == "stored":
             tensors["gradients"] = self._gradients(trainer)
-        manifest = self.now(
-            trainer, moves, window=window, random=RandomState(ranks=len(ranks), generators=sorted(ranks[0]))
-        )
+        manifest = self.now(trainer, moves, window=window, random=random)
         self._say_what_is_lost(manifest)
         return {**manifest.to_dict(), **tensors}
 
@@ -165,14 +194,23 @@ class CheckpointContract:
 
     def _window(self, trainer: Any) -> WindowPosition:
         automatic = trainer.lightning_module.automatic_optimization
-        noted = self._sequence.ledger.micro_batches()
-        done = micro_batches_done(trainer) if automatic else noted
+        ledger = self._sequence.ledger
+        noted = ledger.micro_batches()
+        done = micro_batches_done(trainer) if automatic else noted or int(ledger.interrupted)
         if not done:
             return WindowPosition(micro_batches=0, size=None, gradients="none")
-        # An exception discards the window: what its gradients hold then is not known.
-        stored = self.store_gradients and noted > 0
+        # In the middle of a batch nobody knows what gradients hold, and a resume runs that batch again. Sparse ones, of
+        # an embedding, have no fixed size.
+        stored = (
+            self.resume.store_gradients and noted > 0 and not batch_in_flight(trainer) and not self._sparse(trainer)
+        )
         size = int(trainer.accumulate_grad_batches) if automatic else None
         return WindowPosition(micro_batches=done, size=size, gradients="stored" if stored else "lost")
+
+    @staticmethod
+    def _sparse(trainer: Any) -> bool:
+        gradients = (parameter.grad for parameter in trainer.lightning_module.parameters())
+        return any(gradient is not None and gradient.layout != torch.strided for gradient in gradients)
 
     def _gradients(self, trainer: Any) -> dict[str, Any]:
         ledger = self._sequence.ledger
@@ -195,7 +233,11 @@ class CheckpointContract:
                 "not in it, and a resume goes on without them. Save between two windows, or add "
                 "PrecisionCheckpoint(save_window=True). Said once."
             )
-        if data is not None and data.mid_epoch and not data.stateful and "data" not in self._said:
+        if data is not None and data.moment != "clean" and data.moment not in self._said:
+            self._said.add(data.moment)
+            where, what = UNCLEAN[data.moment]
+            rank_zero_info(f"This checkpoint is saved {where}, from where Lightning cannot go on: {what}. Said once.")
+        elif data is not None and data.mid_epoch and not data.stateful and "data" not in self._said:
             self._said.add("data")
             rank_zero_info(
                 "This checkpoint is saved in the middle of an epoch, and the loader has no state_dict: a resume starts "
@@ -204,6 +246,43 @@ class CheckpointContract:
             )
 
     # ---------------------------------------------------------------- what is taken back
+
+    def _precheck(self, trainer: Any, saved: SavedPrecision) -> None:
+        """Raises where what lies beside the manifest cannot be taken into the model, before any of it is."""
+        module = trainer.lightning_module
+        sharded = bool(fsdp2_units(module)) or is_fsdp1(module)
+        lazy = nn.parameter.UninitializedParameter  # has no shape yet
+        shapes = {n: tuple(p.shape) for n, p in module.named_parameters() if not isinstance(p, lazy)}
+        for name, elements in saved.gradients.items():
+            expected = math.prod(shapes[name]) if name in shapes else None
+            if expected is None or (elements != expected and not sharded):
+                raise IncompatiblePrecisionError(
+                    f"{saved.path} holds the gradient of {name!r} in an open window with {elements} elements; the model "
+                    f"has {'no such parameter' if expected is None else f'{expected} of them'}. Resume with the model it "
+                    "was saved from."
+                )
+        if self._masters is not None and saved.masters:
+            masters = {n: shapes[n] for n, p in module.named_parameters() if n in shapes and may_be_master(p)}
+            names = masters.keys() | saved.masters.keys()
+            differing = sorted(n for n in names if masters.get(n) != saved.masters.get(n))
+            if differing:
+                first = differing[0]
+                raise IncompatiblePrecisionError(
+                    f"The master weights in {saved.path} do not fit the model: {first!r} has shape "
+                    f"{saved.masters.get(first, 'none')} in the checkpoint and {masters.get(first, 'none')} in the model "
+                    f"({len(differing)} differ). Resume with the model it was saved from."
+                )
+        units = fsdp2_units(module)
+        if units and saved.manifest.moves:
+            moved = plan(module, moved_policy(self._plugin.policy, saved.manifest.moves), hardware=self._plugin.device)
+            try:
+                check_fsdp2_units(module, moved)
+            except ValueError as error:
+                rules = ", ".join(f"Rule({m.match!r}, compute={m.compute!r})" for m in saved.manifest.moves)
+                raise IncompatiblePrecisionError(
+                    f"{saved.path} was saved by a run that had moved modules to another format, which FSDP2's units, "
+                    f"built before the checkpoint is read, do not allow for. Put {rules} into the policy. ({error})"
+                ) from error
 
     def judged(self, trainer: Any, checkpoint: Mapping[str, Any]) -> tuple[Judgment, Mapping[str, Any]]:
         """The judgment on a loaded checkpoint, and its document of the present version.
@@ -214,7 +293,8 @@ class CheckpointContract:
         document = document_of(checkpoint)
         judgment = self.resume.judgment
         if judgment is None:
-            judgment = self.resume.late_judgment(trainer, Manifest.from_dict(document, "the checkpoint"))
+            judgment = self.resume.late_judgment(trainer, document, Manifest.from_dict(document, "the checkpoint"))
+        self.resume.check_optimizers(trainer, judgment.manifest, self._of_trainer(trainer, judgment.manifest.moves))
         return judgment, document
 
     def judged_alone(self, state: Mapping[str, Any], moves: Sequence[Move]) -> tuple[Judgment, Mapping[str, Any]]:
@@ -225,40 +305,37 @@ class CheckpointContract:
         """
         document = upgrade(state)
         manifest = Manifest.from_dict(document, "the state")
-        return self.resume.judge_state(manifest, self.manifest(None, None, moves)), document
+        return self.resume.judge_state(document, manifest, self.manifest(None, None, moves)), document
 
     def take(self, judgment: Judgment, document: Mapping[str, Any], named: Named) -> None:
         """Continues scaler, counts, history and master weights. What can be refused has been."""
-        if self._masters is not None and "master_weights" in document:
-            self._masters.load_state_dict(document["master_weights"], named)
+        if self._masters is not None and document.get("master_weights"):
+            parameters = list(named)
+            # Under FSDP the FP32 shards are the masters; without it they were captured from FP32 weights just loaded.
+            if not copy_into_shards(parameters, document["master_weights"]):
+                self._masters.load_state_dict(document["master_weights"], parameters)
         saved = judgment.manifest.scaler
         usable = saved is not None and scaler_fault(saved) is None
+        if self._plugin.scaler is not None and not usable:
+            self._plugin.scaler.reset()
         history = judgment.manifest.history.model_dump()
         state = {"scaler": saved if usable else None, "windows": judgment.manifest.windows, "history": history}
         self._sequence.load_state_dict(state)
 
     def take_moment(self, trainer: Any, judgment: Judgment, document: Mapping[str, Any], named: Named) -> None:
-        """Puts back random states and the open window's gradients, each when Lightning will no longer disturb it.
-
-        Raises:
-            IncompatiblePrecisionError: If what is saved of them is damaged.
-        """
+        """Puts back random states and the open window's gradients, each when Lightning will no longer disturb it."""
         rank, world = trainer.global_rank, trainer.world_size
         states = document.get("random_state")
-        if states is not None:
-            fault = random_state.fault(states)
-            if fault is not None:
-                raise IncompatiblePrecisionError(f"The random states in the checkpoint are damaged: {fault}.")
-            if len(states) == world:
-                data = judgment.manifest.data
-                self.resume.put_back_randomness(trainer, states[rank], data is not None and data.mid_epoch)
+        if states is not None and len(states) == world:
+            data = judgment.manifest.data
+            self.resume.put_back_randomness(trainer, states[rank], data is not None and data.mid_epoch)
         gradients = document.get("gradients")
         if gradients is None or judgment.verdict("window") != "ok":
             return
         parameters = list(named)
 
         def reopen() -> None:
-            put_back(gradients["ranks"][rank], parameters)
+            together(trainer, lambda: put_back(gradients["ranks"][rank], parameters), "the open window")
             self._sequence.ledger.resume_window(int(gradients["backwards"]))
             self._items.take_list(gradients["items"][rank])
 

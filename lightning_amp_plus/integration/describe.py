@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -13,13 +14,13 @@ from lightning_amp_plus.casts import dtype_name
 from lightning_amp_plus.checkpoint.environment import hardware
 from lightning_amp_plus.checkpoint.manifest import (
     Clipping,
-    Data,
     Dtypes,
     Flags,
     OptimizerEntry,
     Progress,
     StrategyEntry,
 )
+from lightning_amp_plus.integration.loops import data_entry
 from lightning_amp_plus.routed import base_class
 
 
@@ -55,7 +56,7 @@ def strategy_entry(trainer: Any) -> StrategyEntry:
 
 def clipping_entry(trainer: Any) -> Clipping | None:
     """The Trainer's gradient clipping; ``None`` without."""
-    if not trainer.gradient_clip_val:
+    if not trainer.gradient_clip_val or math.isinf(trainer.gradient_clip_val):
         return None
     algorithm = trainer.gradient_clip_algorithm
     return Clipping(
@@ -65,7 +66,8 @@ def clipping_entry(trainer: Any) -> Clipping | None:
 
 def flags_entry(module: nn.Module) -> Flags:
     """Whether something in the model is compiled or recomputed, as far as modules show it."""
-    compiled = recomputed = False
+    # torch.compile(LightningModule) leaves the module as it is and remembers the compiled functions.
+    compiled, recomputed = getattr(module, "_compiler_ctx", None) is not None, False
     for part in module.modules():
         cls = base_class(part)
         compiled = compiled or cls.__name__ == "OptimizedModule" or part._compiled_call_impl is not None
@@ -77,28 +79,6 @@ def flags_entry(module: nn.Module) -> Flags:
 def progress_entry(trainer: Any) -> Progress:
     """Where the Trainer stands."""
     return Progress(epoch=int(trainer.current_epoch), global_step=int(trainer.global_step))
-
-
-def data_entry(trainer: Any) -> Data | None:
-    """Where the training data stands; ``None`` before the loader is there."""
-    loop = trainer.fit_loop
-    if loop._combined_loader is None:
-        return None
-    batches = loop.epoch_loop.batch_progress
-    stateful = all(
-        callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
-        for loader in loop._combined_loader.flattened
-    )
-    return Data(mid_epoch=batches.current.processed > 0 and not batches.is_last_batch, stateful=stateful)
-
-
-def micro_batches_done(trainer: Any) -> int:
-    """Micro-batches in the window that is open in automatic optimization, from where a resume would go on."""
-    batches = trainer.fit_loop.epoch_loop.batch_progress
-    done = batches.current.processed
-    if batches.is_last_batch and done == batches.current.ready:
-        return 0
-    return int(done % trainer.accumulate_grad_batches)
 
 
 def dtypes_entry(module: nn.Module, optimizers: Iterable[Optimizer]) -> Dtypes:

@@ -12,21 +12,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_amp_plus.checkpoint import compatibility, health, random_state
 from lightning_amp_plus.checkpoint.compatibility import Finding
 from lightning_amp_plus.checkpoint.findings_table import conversions_text, notes_text, refusal_text
-from lightning_amp_plus.checkpoint.manifest import Manifest, Move
-from lightning_amp_plus.checkpoint.migrations import drop_extra_state
+from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY, Manifest, Move
+from lightning_amp_plus.checkpoint.migrations import document_of, drop_extra_state
+from lightning_amp_plus.checkpoint.parts import fault_of_parts
 from lightning_amp_plus.checkpoint.saved import SavedPrecision, saved_precision
 from lightning_amp_plus.errors import IncompatiblePrecisionError
 from lightning_amp_plus.integration.instance_hooks import InstanceHooks
+from lightning_amp_plus.integration.loops import at_epoch_start
 
 CheckWeights = bool | Literal["auto"]
 
+_OF_NUMERICS = ("precision", "routes", "parameters", "buffers")  # what evaluation computes in
+_JUDGED_LATER = ("weights", "optimizer")  # when they are there to be looked at
 _FEW_ELEMENTS = 2**26  # checked on a CPU without being asked: some tens of milliseconds
 
 
@@ -43,8 +48,8 @@ class Judgment:
     findings: tuple[Finding, ...]
 
     def verdict(self, field: str) -> str:
-        """Verdict on one field; ``ok`` where there was nothing to compare."""
-        return next((finding.verdict for finding in self.findings if finding.field == field), "ok")
+        """Verdict on one field; ``not judged`` where there was nothing to compare."""
+        return next((finding.verdict for finding in self.findings if finding.field == field), "not judged")
 
 
 class Resume:
@@ -54,6 +59,8 @@ class Resume:
         allow: Fields whose refusal the user waives.
         check_weights: Whether restored weights and optimizer state are checked to be finite.
         describe: Describes the run as it is now, with the moves of the checkpoint made.
+        with_routes: Fills in what each module got where a manifest holds the policy only.
+        precheck: Raises where what is beside the manifest cannot be taken into the model.
         warn: Called with a message for the user.
     """
 
@@ -62,36 +69,55 @@ class Resume:
         allow: tuple[str, ...],
         check_weights: CheckWeights,
         describe: Callable[[Any, list[Move]], Manifest],
+        with_routes: Callable[[Any, Manifest], Manifest],
+        precheck: Callable[[Any, SavedPrecision], None],
         warn: Callable[[str], None],
     ) -> None:
         self.allow = allow
         self.check_weights = check_weights
         self._describe = describe
+        self._with_routes = with_routes
+        self._precheck = precheck
         self._warn = warn
         self._hooks = InstanceHooks()
         self._awaiting_loader = False
+        self.waiting_states: dict[str, Tensor] | None = None
+        self.store_gradients = False
+        self._guarding: Any = None
+        self._holding = False
         self.judgment: Judgment | None = None
 
     # ---------------------------------------------------------------- before anything is touched
 
     def guard(self, trainer: Any) -> None:
         """Makes this Trainer's run ask before it loads a checkpoint. Calling it again changes nothing."""
+        if self._guarding is trainer:
+            return
         self.close()
+        self.waiting_states, self.store_gradients = None, False
+        self._guarding = trainer
         self._hooks.wrap(trainer.strategy, "load_checkpoint", partial(self._guarded, trainer))
 
     def close(self) -> None:
         """Takes back what was wrapped; the run is over."""
         self._hooks.undo()
-        self.judgment = None
+        self.judgment = self._guarding = None
+        self._holding = False
 
     def _guarded(self, trainer: Any, load: Callable[..., Any]) -> Callable[..., Any]:
         def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
             path = trainer.strategy.broadcast(checkpoint_path)
+            if trainer.state.fn == TrainerFn.FITTING:
+                self.hold_saves(trainer)
             saved = self._read(trainer, path)
-            if saved is None:
-                return load(checkpoint_path, *args, **kwargs)  # there is no such file, and Lightning says so
-            self.judgment = self._judge(trainer, saved)
+            if saved is not None:  # else there is no such file, and Lightning says so
+                self.judgment = self._judge(trainer, saved)
             checkpoint = load(checkpoint_path, *args, **kwargs)
+            fitting = trainer.state.fn == TrainerFn.FITTING
+            if saved is None and fitting and isinstance(checkpoint, Mapping):  # a format of its own: judged as loaded
+                document = document_of(checkpoint)
+                manifest = Manifest.from_dict(document, f"the checkpoint {path}")
+                self.judgment = self.late_judgment(trainer, document, manifest, restored=False)
             self._after_loading(trainer, path, checkpoint)
             return checkpoint
 
@@ -107,34 +133,29 @@ class Resume:
                 found = None
             except IncompatiblePrecisionError as error:
                 found = error
+            except Exception as error:  # whatever it is, the other ranks wait for an answer
+                found = IncompatiblePrecisionError(f"{path} cannot be read: {type(error).__name__}: {error}")
         found = trainer.strategy.broadcast(found)
-        if isinstance(found, Exception):
-            self._block_saves(trainer)
-            raise found
-        return found
+        if not isinstance(found, Exception) or _has_format_of_its_own(trainer):
+            return None if isinstance(found, Exception) else found
+        if trainer.state.fn != TrainerFn.FITTING:  # it takes the weights, which may be fine
+            rank_zero_info(f"The precision of {path} cannot be compared. {found}")
+            return None
+        raise found
 
     def _judge(self, trainer: Any, saved: SavedPrecision) -> Judgment:
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and saved.weights_only:
-            self._block_saves(trainer)
-            raise IncompatiblePrecisionError(
-                f"{saved.path} was saved with save_weights_only=True: it holds neither optimizer state nor the state of "
-                "the precision, so a fit cannot continue it. Load its state_dict into the model and start a new fit, or "
-                "resume from a full checkpoint."
-            )
-        error: Exception | None = None
         findings: list[Finding] = []
-        try:
-            findings = self.compare(trainer, saved.manifest, fitting=fitting)
-            self._refuse(findings, saved.path)
-        except ValueError as refusal:
-            error = refusal
-        if not trainer.strategy.reduce_boolean_decision(error is None, all=True):
-            # One rank's refusal is everybody's: the others would wait for it in the load.
-            self._block_saves(trainer)
-            if error is not None:
-                raise error
-            raise IncompatiblePrecisionError(f"Another rank refused to continue {saved.path}; see its message.")
+
+        def judge() -> None:
+            if fitting and (why := saved.why_no_fit()) is not None:
+                raise IncompatiblePrecisionError(why)
+            findings.extend(self.compare(trainer, saved.manifest, fitting=fitting))
+            if fitting:
+                self._refuse(findings, saved.path)
+                self._precheck(trainer, saved)
+
+        together(trainer, judge, saved.path)
         self._say(findings, saved, fitting)
         return Judgment(saved.manifest, tuple(findings))
 
@@ -142,14 +163,21 @@ class Resume:
         """The findings on a manifest, with ``allow=`` taken into account, or as evaluation sees them.
 
         Raises:
-            ValueError: If the moves of the checkpoint do not fit the model.
+            ValueError: If the moves of the checkpoint do not fit the model that is to be trained on.
         """
-        findings = compatibility.compare(manifest, self._describe(trainer, manifest.moves))
+        try:
+            current = self._describe(trainer, manifest.moves)
+        except IncompatiblePrecisionError:
+            if fitting:
+                raise
+            current = self._describe(trainer, [])
+        findings = compatibility.compare(self._with_routes(trainer, manifest), current)
         return compatibility.waive(findings, self.allow) if fitting else compatibility.in_evaluation(findings)
 
-    def _refuse(self, findings: list[Finding], path: Any) -> None:
+    def _refuse(self, findings: list[Finding], path: Any, *, restored: bool = False) -> None:
         if compatibility.refusals(findings):
-            raise IncompatiblePrecisionError(refusal_text(str(path), findings, self.allow), findings=tuple(findings))
+            text = refusal_text(str(path), findings, self.allow, restored=restored)
+            raise IncompatiblePrecisionError(text, findings=tuple(findings))
 
     def _say(self, findings: list[Finding], saved: SavedPrecision, fitting: bool) -> None:
         for note in saved.notes:
@@ -160,44 +188,102 @@ class Resume:
                     f"{saved.path} holds no precision state (saved with save_weights_only=True), so its precision "
                     "cannot be compared."
                 )
-            elif any(f.field == "precision" and f.verdict == "note" for f in findings):
-                rank_zero_info(notes_text(saved.path, [f for f in findings if f.field == "precision"]))
+                return
+            numerics = [f for f in findings if f.field in _OF_NUMERICS and f.verdict in ("note", "convert")]
+            if numerics:
+                rank_zero_info(notes_text(saved.path, numerics))
             return
         if any(finding.verdict == "convert" for finding in findings):
             self._warn(conversions_text(saved.path, findings))
         if any(finding.verdict == "note" for finding in findings):
             rank_zero_info(notes_text(saved.path, findings))
-        needed = {f.field for f in findings if f.remedy.startswith("Allowed by")}
-        unused = [name for name in self.allow if name not in needed and name != "weights"]
+        needed = {finding.field for finding in findings if finding.waived}
+        unused = [name for name in self.allow if name not in needed and name not in _JUDGED_LATER]
         if unused:
             rank_zero_info(f"AmpPrecision(allow={unused!r}) was not needed for {saved.path}.")
 
-    def _block_saves(self, trainer: Any) -> None:
-        """Nothing is saved until this run is torn down: OnExceptionCheckpoint would overwrite the refused file."""
+    def hold_saves(self, trainer: Any) -> None:
+        """Nothing is saved on an exception until training starts.
 
-        def blocked(save: Callable[..., Any]) -> Callable[..., None]:
-            def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> None:
-                rank_zero_info(f"Not saved: {filepath}. The run was refused before it began, and nothing was trained.")
+        Callbacks that save then would overwrite the refused file, or one that could not be restored, with an untrained
+        model, and ModelCheckpoint would remove older ones for it.
+        """
+        if self._holding:
+            return
+        self._holding = True
+
+        def unless_begun(on_exception: Callable[..., Any]) -> Callable[..., Any]:
+            def saving(*args: Any, **kwargs: Any) -> Any:
+                if not self._holding:
+                    return on_exception(*args, **kwargs)
+                rank_zero_info("Nothing is saved: the run failed before it began, and nothing was trained.")
+
+            return saving
+
+        def unless_interrupted(save: Callable[..., Any]) -> Callable[..., Any]:
+            def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> Any:
+                if not self._holding or trainer.state.status != TrainerStatus.INTERRUPTED:
+                    return save(filepath, *args, **kwargs)
+                rank_zero_info(f"Not saved: {filepath}. The run failed before it began, and nothing was trained.")
 
             return save_checkpoint
 
-        self._hooks.wrap(trainer, "save_checkpoint", blocked)
+        for callback in trainer.checkpoint_callbacks:
+            self._hooks.wrap(callback, "on_exception", unless_begun)
+        self._hooks.wrap(trainer, "save_checkpoint", unless_interrupted)
+
+    def release_saves(self, trainer: Any) -> None:
+        """Lets saves through again once everything that is to happen before the first batch has happened."""
+
+        def release() -> None:
+            self._holding = False
+
+        self.when_training_starts(trainer, release)
 
     # ---------------------------------------------------------------- loaded, not yet restored
 
-    def late_judgment(self, trainer: Any, manifest: Manifest) -> Judgment:
-        """The judgment where no guard was there: weights are restored by now, training has not begun.
+    def late_judgment(
+        self, trainer: Any, document: Mapping[str, Any], manifest: Manifest, *, restored: bool = True
+    ) -> Judgment:
+        """The judgment on a checkpoint that is loaded already: no guard was there, or only its own IO can read it.
+
+        Args:
+            trainer: The Trainer.
+            document: The checkpoint's document.
+            manifest: What it says.
+            restored: Whether the model holds its weights by now.
 
         Raises:
             IncompatiblePrecisionError: If it is a refusal.
         """
-        path = getattr(trainer, "ckpt_path", None) or "the checkpoint"
-        findings = self.compare(trainer, manifest, fitting=True)
-        self._refuse(findings, path)
-        self._say(findings, SavedPrecision(str(path), manifest, "checkpoint", False), fitting=True)
+        path = str(getattr(trainer, "ckpt_path", None) or "the checkpoint")
+        saved = SavedPrecision(path, manifest, "checkpoint", False, fault=fault_of_parts(document, manifest))
+        findings: list[Finding] = []
+
+        def judge() -> None:
+            if (why := saved.why_no_fit()) is not None:
+                raise IncompatiblePrecisionError(why)
+            findings.extend(self.compare(trainer, manifest, fitting=True))
+            self._refuse(findings, path, restored=restored)
+
+        together(trainer, judge, path)
+        self._say(findings, saved, fitting=True)
         return Judgment(manifest, tuple(findings))
 
-    def judge_state(self, manifest: Manifest, current: Manifest) -> Judgment:
+    def check_optimizers(self, trainer: Any, saved: Manifest, current: Manifest) -> None:
+        """The rule on optimizers, once the Trainer has made them and before their state is restored.
+
+        Raises:
+            IncompatiblePrecisionError: If it is a refusal.
+        """
+        findings = [f for f in compatibility.compare(saved, current) if f.field == "optimizer"]
+        findings = compatibility.waive(findings, self.allow)
+        path = str(getattr(trainer, "ckpt_path", None) or "the checkpoint")
+        together(trainer, lambda: self._refuse(findings, path, restored=True), path)
+        if any(finding.verdict == "convert" for finding in findings):
+            self._warn(conversions_text(path, findings))
+
+    def judge_state(self, document: Mapping[str, Any], manifest: Manifest, current: Manifest) -> Judgment:
         """The judgment on a state that comes without Trainer and checkpoint.
 
         Raises:
@@ -205,13 +291,17 @@ class Resume:
         """
         findings = compatibility.waive(compatibility.compare(manifest, current), self.allow)
         self._refuse(findings, "this state")
+        fault = fault_of_parts({**document, "random_state": None}, manifest.model_copy(update={"random": None}))
+        if fault is not None:
+            raise IncompatiblePrecisionError(f"This state is damaged, or was edited: {fault}.")
         return Judgment(manifest, tuple(findings))
 
     def _after_loading(self, trainer: Any, path: Any, checkpoint: Any) -> None:
         if not isinstance(checkpoint, Mapping):
             return
         module = trainer.lightning_module
-        dropped = drop_extra_state(checkpoint, set(module.state_dict())) if "state_dict" in checkpoint else []
+        foreign = CHECKPOINT_KEY not in checkpoint  # ours holds nothing of Transformer Engine's
+        dropped = drop_extra_state(checkpoint, lambda: set(module.state_dict())) if foreign else []
         if dropped:
             rank_zero_info(
                 f"Left out {len(dropped)} entries of Transformer Engine ({dropped[0]!r} ...), which this model has no "
@@ -221,9 +311,15 @@ class Resume:
             return
         on_cpu = trainer.strategy.root_device.type == "cpu"
         if "state_dict" in checkpoint and on_cpu:
-            tensors = list(health.tensors_of(checkpoint))
+            names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+            tensors = list(health.tensors_of(checkpoint, names))
             if self.check_weights is True or sum(t.numel() for _, t in tensors) <= _FEW_ELEMENTS:
-                self._check(trainer, path, tensors)
+                self._check(trainer, path, tensors, restored=False)
+            else:
+                rank_zero_info(
+                    f"{path} was not checked for NaN and inf: on a CPU a checkpoint of this size is checked with "
+                    "AmpPrecision(check_restored_weights=True) only."
+                )
         else:
             self._hooks.wrap(trainer.strategy, "on_train_start", partial(self._checking, trainer, path))
 
@@ -231,12 +327,12 @@ class Resume:
         """Looks at what was restored where it is: on an accelerator, or in shards."""
 
         def check_and_start() -> Any:
-            self._check(trainer, path, list(_restored(trainer)))
+            self._check(trainer, path, list(_restored(trainer)), restored=True)
             return on_train_start()
 
         return check_and_start
 
-    def _check(self, trainer: Any, path: Any, tensors: list[tuple[str, Tensor]]) -> None:
+    def _check(self, trainer: Any, path: Any, tensors: list[tuple[str, Tensor]], *, restored: bool) -> None:
         bad = health.nonfinite(tensors)
         if not trainer.strategy.reduce_boolean_decision(bool(bad), all=False):
             return
@@ -251,8 +347,7 @@ class Resume:
         )
         [finding] = compatibility.waive([finding], self.allow)
         if finding.verdict == "refuse":
-            self._block_saves(trainer)
-            self._refuse([finding], path)
+            self._refuse([finding], path, restored=restored)
         self._warn(conversions_text(str(path), [finding]))
 
     # ---------------------------------------------------------------- when training goes on
@@ -260,8 +355,8 @@ class Resume:
     def put_back_randomness(self, trainer: Any, states: Mapping[str, Tensor], mid_epoch: bool) -> None:
         """Restores this rank's random states at the moments that count.
 
-        Now; again once ``train_dataloader()`` has run, whose draws the saved run made long ago, and before the loader draws
-        its seed; and, where the run goes on in mid-epoch or makes the loader's iterator once more, when that is done.
+        Once ``train_dataloader()`` has run, whose draws the saved run made long ago, from the script's own seed, and
+        before the loader draws its seed; and once more when all is set up and training starts.
 
         Args:
             trainer: The Trainer.
@@ -269,30 +364,35 @@ class Resume:
             mid_epoch: Whether the checkpoint is from the middle of an epoch.
         """
         device = trainer.strategy.root_device
-        random_state.restore(states, device)
 
         def after_dataloader(barrier: Callable[..., Any]) -> Callable[..., Any]:
             def restoring(name: str | None = None, *args: Any, **kwargs: Any) -> Any:
                 result = barrier(name, *args, **kwargs)
                 if name == "train_dataloader()" and self._awaiting_loader:
+                    self._awaiting_loader = False
                     random_state.restore(states, device)
                 return result
 
             return restoring
 
-        def when_training_starts(on_train_start: Callable[[], Any]) -> Callable[[], Any]:
-            def restoring() -> Any:
-                result = on_train_start()
-                self._awaiting_loader = False
-                if mid_epoch or _makes_iterator_again(trainer):
+        def start() -> None:
+            if self._awaiting_loader:
+                self._warn(
+                    "The random states of the checkpoint could not be put back before the data was set up (this version of "
+                    "Lightning sets it up in another way), so shuffling may differ from the uninterrupted run."
+                )
+            self._awaiting_loader = False
+            self.waiting_states = None
+            if mid_epoch:
+                random_state.restore(states, device)
+            else:
+                with at_epoch_start(trainer):
                     random_state.restore(states, device)
-                return result
-
-            return restoring
 
         self._awaiting_loader = True
+        self.waiting_states = dict(states)
         self._hooks.wrap(trainer.strategy, "barrier", after_dataloader)
-        self._hooks.wrap(trainer.strategy, "on_train_start", when_training_starts)
+        self.when_training_starts(trainer, start)
 
     def when_training_starts(self, trainer: Any, action: Callable[[], None]) -> None:
         """Runs ``action`` once Lightning has zeroed gradients and set the loops up, right before the first batch."""
@@ -308,11 +408,29 @@ class Resume:
         self._hooks.wrap(trainer.strategy, "on_train_start", acting)
 
 
-def _makes_iterator_again(trainer: Any) -> bool:
-    """Whether the epoch about to begin makes a new iterator, which draws a seed, after the one of the loops' setup."""
-    loop = trainer.fit_loop
-    resuming = getattr(loop, "is_resuming", False)
-    return bool(trainer.current_epoch > 0 and not resuming and not loop.epoch_loop.restarting)
+def together(trainer: Any, judge: Callable[[], None], path: str) -> None:
+    """Runs a judgment on every rank; one rank's refusal is everybody's, since the others would wait for it in the load.
+
+    Raises:
+        ValueError: What this rank's judgment raised.
+        IncompatiblePrecisionError: Where another rank's did.
+    """
+    error: Exception | None = None
+    try:
+        judge()
+    except Exception as refusal:
+        error = refusal
+    if trainer.strategy.reduce_boolean_decision(error is None, all=True):
+        return
+    raise error or IncompatiblePrecisionError(f"Another rank refused to continue {path}; see its message.")
+
+
+def _has_format_of_its_own(trainer: Any) -> bool:
+    """Whether checkpoints are written by somebody's own CheckpointIO, in a format that only it may know."""
+    io = trainer.strategy.checkpoint_io
+    while isinstance(io, _WrappingCheckpointIO):
+        io = io.checkpoint_io
+    return io is not None and not type(io).__module__.startswith("lightning.")
 
 
 def _restored(trainer: Any) -> Iterator[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ The only place that knows FSDP1's and FSDP2's modules. Used by ``precision``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -156,6 +156,26 @@ def fsdp2_config(compute: str, policy: PrecisionPolicy) -> Any:
     return MixedPrecisionPolicy(
         param_dtype=DTYPES[compute], reduce_dtype=DTYPES[policy.reduce], cast_forward_inputs=False
     )
+
+
+def copy_into_shards(parameters: Iterable[tuple[str, Tensor]], whole: Mapping[str, Tensor]) -> bool:
+    """Writes whole tensors into FSDP2's shards of the parameters of the same names. A collective where there are any.
+
+    Returns:
+        Whether the parameters are sharded at all; if not, nothing was done.
+    """
+    sharded = [(name, parameter) for name, parameter in parameters if is_dtensor(parameter)]
+    if not sharded:
+        return False
+    from torch.distributed.tensor import distribute_tensor
+
+    with torch.no_grad():
+        for name, parameter in sharded:
+            target: Any = parameter
+            if name in whole:
+                source = whole[name].to(target.to_local().device, target.dtype)
+                target.copy_(distribute_tensor(source, target.device_mesh, target.placements))
+    return True
 
 
 def fsdp2_units(module: nn.Module) -> dict[str, Any]:

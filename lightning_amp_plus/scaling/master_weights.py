@@ -20,6 +20,11 @@ from lightning_amp_plus.scaling.gradients import parameters_of
 _LOW = (torch.bfloat16, torch.float16)
 
 
+def may_be_master(parameter: Tensor) -> bool:
+    """Whether a parameter is one that a 16-bit policy stores in 16 bits, and so has a master."""
+    return parameter.dtype in (torch.float32, *_LOW)
+
+
 class MasterWeights:
     """FP32 copies of low-precision Parameters, by Parameter."""
 

@@ -241,6 +241,10 @@ class LossScaler(torch.amp.GradScaler):
         if self.dynamic:
             self._restore(to_fp32(max(self.config.min, min(self.config.max, scale))), tracker, hysteresis)
 
+    def reset(self) -> None:
+        """Starts anew, from the configuration."""
+        self._restore(to_fp32(self.config.init), 0.0, float(self.config.hysteresis))
+
     def describe(self) -> dict[str, Any]:
         """Kind and configuration as plain types, for the manifest."""
         return {"kind": "dynamic" if self.dynamic else "static", **self.config.describe()}

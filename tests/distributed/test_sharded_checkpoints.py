@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from lightning_amp_plus import AmpPrecision, LossScale
+from lightning_amp_plus import AmpPrecision, LossScale, PrecisionPolicy
 from tests.support.faults import INF
 from tests.support.models import adamw
 from tests.support.ranks import run_on_ranks
@@ -213,3 +213,49 @@ def test_the_state_of_ours_is_plain_and_saved_once_beside_the_shards(folder: str
         == two[0]["first: fsdp2, distributed"]["end"]["scaler"]["scale"]
     )
     assert len(list(path.glob("*.pt"))) == 1
+
+
+# -------------------------------------------------------------------- master weights between layouts
+
+MASTERS = PrecisionPolicy("bf16", params="bf16", master_weights=True)
+
+
+def with_masters(folder: str, sharded: bool, resume: str | None = None) -> dict[str, Any]:
+    model = RankedRegressor(adamw, layout=shard_units if sharded else None)
+    strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=False) if sharded else DDPStrategy()
+    trainer = make_trainer(
+        AmpPrecision(MASTERS),
+        strategy=strategy,
+        devices=2,
+        use_distributed_sampler=False,
+        max_steps=4 if resume is None else 8,
+        max_epochs=-1,
+    )
+    batches = ResumableLoader(halves(regression_batches(BATCHES), 2)[dist.get_rank()])
+    path = None if resume is None else Path(folder, resume)
+    trainer.fit(model, batches, ckpt_path=path)
+    if resume is None:
+        trainer.save_checkpoint(Path(folder, "sharded" if sharded else "whole"))
+    return {"weights": whole_weights(model)}
+
+
+def masters_both_ways(folder: str) -> dict[str, Any]:
+    return outcomes_of(
+        {
+            "saved whole": partial(with_masters, folder, False),
+            "saved sharded": partial(with_masters, folder, True),
+            "whole into shards": partial(with_masters, folder, True, "whole"),
+            "shards into whole": partial(with_masters, folder, False, "sharded"),
+            "whole": partial(with_masters, folder, False, "whole"),
+        }
+    )
+
+
+def test_master_weights_go_into_shards_and_out_of_them(tmp_path: Path) -> None:
+    ranks = run_on_ranks(masters_both_ways, 2, str(tmp_path))
+    for rank in ranks:
+        assert [rank[job].get("error") for job in rank] == [None] * 5
+        whole = rank["whole"]["weights"]
+        for job in ("whole into shards", "shards into whole"):
+            for name, weight in rank[job]["weights"].items():
+                assert torch.allclose(weight.float(), whole[name].float(), atol=5e-2), (job, name)
