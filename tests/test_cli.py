@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 import lightning_amp_plus.cli as cli
+import lightning_amp_plus.commands.run_config as run_config
 from lightning_amp_plus.cli import main
 from lightning_amp_plus.routing import RoutePlan
 
@@ -249,7 +250,7 @@ def test_a_missing_config_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_jsonargparse_names_the_extra(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(run_config, "find_spec", lambda name: None)
     assert "pip install lightning_amp_plus[cli]" in refused(capsys, MODEL)
 
 
