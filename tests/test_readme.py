@@ -6,8 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as L
 import pytest
+
+from lightning_amp_plus import AmpPrecision, IncompatiblePrecisionError
+from tests.support.models import TinyRegressor
+from tests.support.training import loader, make_trainer, regression_batches
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -22,8 +28,21 @@ def test_python_blocks_run_in_order_and_print_the_plan_shown(tmp_path: Path) -> 
     assert code.count("import") > 3
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert run.returncode == 0, run.stderr[-3000:]
-    (table,) = blocks("text")
+    table, _ = blocks("text")
     assert table.strip() in run.stdout
+
+
+def test_the_refusal_shown_is_the_one_that_is_raised(tmp_path: Path) -> None:
+    def fit(precision: str, **resume: Any) -> L.Trainer:
+        trainer = make_trainer(AmpPrecision(precision), max_epochs=2)
+        trainer.fit(TinyRegressor(), loader(regression_batches(2)), **resume)
+        return trainer
+
+    fit("bf16-mixed").save_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(IncompatiblePrecisionError) as error:
+        fit("16-mixed", ckpt_path=tmp_path / "last.ckpt")
+    _, shown = blocks("text")
+    assert str(error.value).replace(f"{tmp_path}/", "").split() == shown.split()
 
 
 def test_console_commands_are_targets_of_the_makefile() -> None:

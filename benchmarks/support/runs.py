@@ -139,7 +139,8 @@ def interleaved(arms: dict[str, Callable[[], Meter]], rounds: int, warm_up: int 
 def quiet() -> None:
     """One thread; Lightning's notes about the benchmark's own choices are of no interest here."""
     torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning.*")
 
 
