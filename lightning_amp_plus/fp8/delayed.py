@@ -1,0 +1,152 @@
+"""Delayed scaling: amax histories of all layers in one tensor, advanced once a window, shared by ranks in one collective.
+
+A layer's forward and backward note the amax of each operand; micro-batches of a window are maximized. When the window
+closes the notes enter the history and give the scales of the next window. What did not run enters nothing, what was not
+finite neither. Until an operand has a history it is scaled by its own amax: with a scale of 1, gradients near 1e-6 would
+vanish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp_plus.fp8.quantize import scale_of
+from lightning_amp_plus.fp8.recipes import DelayedScaling, Operand, Recipe
+
+OPERANDS: tuple[Operand, ...] = ("input", "weight", "grad_output")
+SLOT = "_amp_amax"  # a module's place in a history; a plain attribute, so no state_dict knows of it
+
+
+class AmaxHistory:
+    """Histories of all modules with one recipe.
+
+    Args:
+        recipe: Length, what is taken of the history, margin.
+        names: Qualified names of the modules.
+    """
+
+    def __init__(self, recipe: DelayedScaling, names: Iterable[str]) -> None:
+        self.recipe = recipe
+        self.names = list(names)
+        shape = (len(self.names), len(OPERANDS))
+        self._past = torch.zeros(*shape, recipe.history)  # newest first; 0 where nothing is
+        self._noted = torch.zeros(shape)
+        self._scales = torch.zeros(shape)  # 0 where there is no history
+
+    def note(self, row: int, operand: Operand, amax: Tensor) -> None:
+        """Takes the amax of one operand of one micro-batch; without a transfer."""
+        if self._noted.device != amax.device:
+            self._past, self._noted, self._scales = (
+                tensor.to(amax.device) for tensor in (self._past, self._noted, self._scales)
+            )
+        place = self._noted[row, OPERANDS.index(operand)]
+        place.copy_(torch.maximum(place, amax.detach().reshape(())))
+
+    def scale(self, row: int, operand: Operand, amax: Tensor) -> Tensor:
+        """The scale of this window, of the shape of ``amax``; from ``amax`` itself where there is no history."""
+        own = scale_of(amax, self.recipe.format_of(operand), margin=self.recipe.margin)
+        past = self._scales[row, OPERANDS.index(operand)].to(amax.device)
+        return torch.where(past > 0, past, own)
+
+    @torch.no_grad()
+    def end_window(self, applied: Tensor | bool, reduce_max: Callable[[Tensor], None] | None) -> None:
+        """The window closed: what was noted becomes history, where it is finite and the window was applied.
+
+        Args:
+            applied: Whether the window's step was applied; 0-dim where only the device knows.
+            reduce_max: Makes a tensor the largest over ranks, in place; every rank has to call this then.
+        """
+        if reduce_max is not None and self.recipe.reduce_amax:
+            noted = self._noted.nan_to_num(nan=float("inf"))  # a maximum over ranks may lose a NaN
+            reduce_max(noted)
+            self._noted.copy_(noted)
+        enters = (self._noted > 0) & torch.isfinite(self._noted) & torch.as_tensor(applied, device=self._noted.device)
+        older = torch.cat([self._noted.unsqueeze(-1), self._past[..., :-1]], dim=-1)
+        self._past = torch.where(enters.unsqueeze(-1), older, self._past)
+        self._noted.zero_()
+        self._rescale()
+
+    def _rescale(self) -> None:
+        newest = self._past[..., 0]
+        amax = newest if self.recipe.amax == "most_recent" else self._past.amax(dim=-1)
+        for column, operand in enumerate(OPERANDS):
+            scale = scale_of(amax[:, column], self.recipe.format_of(operand), margin=self.recipe.margin)
+            self._scales[:, column] = torch.where(newest[:, column] > 0, scale, 0.0)
+
+    def discard(self) -> None:
+        """Forgets what was noted in a window that an exception ended."""
+        self._noted.zero_()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Each module's history by name, ``[3, history]``, newest first; operands in the order of ``OPERANDS``."""
+        past = self._past.cpu()
+        return {name: past[row].clone() for row, name in enumerate(self.names)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes histories by name. Of a longer one the newest part is kept, a shorter one fills up."""
+        for row, name in enumerate(self.names):
+            if name in state:
+                kept = min(self.recipe.history, state[name].shape[-1])
+                self._past[row].zero_()
+                self._past[row, :, :kept] = state[name][:, :kept].to(self._past.device)
+        self._rescale()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One module's place in a history.
+
+    Attributes:
+        history: The history.
+        row: Its row there.
+        noting: Whether amax values enter the history; not in evaluation.
+    """
+
+    history: AmaxHistory
+    row: int
+    noting: bool = True
+
+    def scale(self, operand: Operand, amax: Tensor) -> Tensor:
+        """Notes an amax and gives the scale to quantize with."""
+        if self.noting:
+            self.history.note(self.row, operand, amax)
+        return self.history.scale(self.row, operand, amax)
+
+
+def slot_of(module: nn.Module) -> Slot | None:
+    """The module's place in a history, if it has one; in evaluation mode one that is read only."""
+    slot: Slot | None = vars(module).get(SLOT)
+    return slot if slot is None or module.training else replace(slot, noting=False)
+
+
+def histories_of(modules: Iterable[nn.Module]) -> list[AmaxHistory]:
+    """The histories that modules have their places in, each once."""
+    found = {id(slot.history): slot.history for module in modules if (slot := vars(module).get(SLOT)) is not None}
+    return list(found.values())
+
+
+def attach_histories(modules: Mapping[str, nn.Module], recipes: Mapping[str, Recipe]) -> None:
+    """Gives every module with delayed scaling its place in a history, keeping what is known from before.
+
+    Args:
+        modules: The model's modules by qualified name.
+        recipes: Recipe of each module in FP8, by qualified name.
+    """
+    known: dict[str, Tensor] = {}
+    for history in histories_of(modules.values()):
+        known |= history.state_dict()
+    by_recipe: dict[DelayedScaling, dict[int, str]] = {}
+    for module in modules.values():
+        vars(module).pop(SLOT, None)
+    for name, recipe in recipes.items():
+        if isinstance(recipe, DelayedScaling):
+            by_recipe.setdefault(recipe, {}).setdefault(id(modules[name]), name)  # a shared module has one history
+    for recipe, names in by_recipe.items():
+        history = AmaxHistory(recipe, names.values())
+        history.load_state_dict(known)
+        for row, name in enumerate(names.values()):
+            object.__setattr__(modules[name], SLOT, Slot(history, row))

@@ -1,0 +1,170 @@
+"""Quantization to FP8 as pure functions: scale from amax, round with an explicit clamp, and what was lost on the way.
+
+The convention throughout: ``quantized = round(x * scale)``, ``x ~ quantized * scale_inv`` with ``scale_inv = 1 / scale``.
+Quantized values stay in a wider dtype: every E4M3 and E5M2 number, subnormals included, is a BF16 number, which multiplies
+exactly and needs no slow cast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_amp_plus.formats import BF16, FP32, Format
+from lightning_amp_plus.fp8.recipes import Granularity
+
+_BLOCK, _STRIP = 128, 32
+_LARGEST_SCALE = 2.0**126  # its inverse is a normal FP32 number still
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantized tensor.
+
+    Attributes:
+        values: Numbers of ``format``, in BF16, of the original shape.
+        scale_inv: FP32, broadcast against ``values``: what they are multiplied by to dequantize.
+        format: E4M3 or E5M2.
+    """
+
+    values: Tensor
+    scale_inv: Tensor
+    format: Format
+
+    def dequantize(self) -> Tensor:
+        """The tensor again, in FP32."""
+        return self.values.float() * self.scale_inv
+
+
+def amax_of(x: Tensor, granularity: Granularity = "tensor") -> Tensor:
+    """Largest magnitudes of the elements that share a scale, in FP32, shaped to be broadcast against ``x``.
+
+    NaN counts as larger than anything, as in ``torch.amax``; an empty tensor has 0.
+
+    Args:
+        x: A matrix whose last dimension is contracted, or for ``tensor`` of any shape.
+        granularity: ``tensor``: one number. ``row``: one a row. ``block_1x128`` and ``mx_32``: one for 128 or 32 elements
+            of a row, ``block_128x128``: one a tile; the last strip or tile may be shorter.
+    """
+    if x.numel() == 0:
+        shape = (1,) * x.ndim if granularity == "tensor" else (*x.shape[:-1], 1)
+        return torch.zeros(shape, dtype=torch.float32, device=x.device)
+    if granularity == "tensor":
+        # The two ends without a copy: abs() would write all of it once more.
+        low, high = torch.aminmax(x)
+        return torch.maximum(high.float(), -low.float()).reshape((1,) * x.ndim)
+    if granularity == "row":
+        return x.abs().amax(dim=-1, keepdim=True).float()
+    rows, columns = x.shape
+    if granularity == "block_128x128":
+        tiles = _padded(x, _BLOCK, _BLOCK).view(-(-rows // _BLOCK), _BLOCK, -(-columns // _BLOCK), _BLOCK)
+        amax = tiles.abs().amax(dim=(1, 3)).float()
+        return amax.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
+    length = _STRIP if granularity == "mx_32" else _BLOCK
+    strips = _padded(x, 1, length).view(rows, -1, length)
+    return strips.abs().amax(dim=2).float().repeat_interleave(length, 1)[:, :columns]
+
+
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+
+
+def scale_of(amax: Tensor, format: Format, *, margin: int = 0, power_of_two: bool = False) -> Tensor:
+    """The scale that brings ``amax`` to the largest finite number of ``format``.
+
+    ``scale = max_finite / amax / 2**margin`` (Micikevicius et al., 2022, section 3.3). An amax of 0, inf or NaN gives
+    1: a zero tensor has nothing to scale, and one that is not finite must not turn the others' scale into 0. For an
+    amax so small that the scale would leave FP32, the largest usable scale is taken.
+
+    Args:
+        amax: FP32, any shape.
+        format: E4M3 or E5M2.
+        margin: Powers of two left above the amax.
+        power_of_two: Round the scale down to a power of two.
+
+    Returns:
+        FP32 of the same shape, from 2^-126 to 2^126.
+    """
+    usable = (amax > 0) & torch.isfinite(amax)
+    scale = (format.max_finite * 2.0**-margin) / torch.where(usable, amax, 1.0)
+    scale = torch.where(usable, scale, 1.0).clamp(2.0**-126, _LARGEST_SCALE)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)  # the fraction's bits off: rounded down
+    return scale
+
+
+def round_fp8(x: Tensor, format: Format) -> Tensor:
+    """Rounds to the nearest number of an FP8 format, ties to even, and clamps to its largest finite ones.
+
+    Without the clamp a cast turns 480 into 448 in E4M3 and 61440 into infinity in E5M2. NaN stays NaN; infinity becomes
+    the largest finite number, so whoever must know of it asks before. Zeros come out positive: no sum can tell.
+
+    Args:
+        x: FP32 or BF16.
+        format: E4M3 or E5M2.
+
+    Returns:
+        BF16 of the same shape, every number one of ``format``.
+    """
+    return _round_in_place(x.to(torch.float32, copy=True), format)
+
+
+def scale_and_round(x: Tensor, scale: Tensor, format: Format) -> Tensor:
+    """``round_fp8(x * scale, format)`` with one buffer less."""
+    return _round_in_place(x.float() * scale, format)
+
+
+def _round_in_place(wide: Tensor, format: Format) -> Tensor:
+    """Rounds an FP32 buffer that nobody else needs. Passes over memory are the whole cost, so every step is in place."""
+    wide.clamp_(-format.max_finite, format.max_finite)
+    # One step of the format around x is 2**(exponent - fraction_bits). A number whose own FP32 step is that one, added
+    # and taken away again, leaves x rounded to it, by the processor's round-half-to-even.
+    power = (wide.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=format.min_normal)
+    magic = power.mul_(1.5 * 2.0 ** (FP32.fraction_bits - format.fraction_bits))
+    return wide.add_(magic).sub_(magic).to(BF16.dtype)
+
+
+def quantize(
+    x: Tensor,
+    format: Format,
+    granularity: Granularity = "tensor",
+    *,
+    scale: Tensor | None = None,
+    margin: int = 0,
+    power_of_two: bool = False,
+) -> Quantized:
+    """Quantizes a tensor.
+
+    Args:
+        x: FP32, BF16 or FP16.
+        format: E4M3 or E5M2.
+        granularity: Which elements share a scale; see :func:`amax_of`.
+        scale: The scale, where it does not come from this tensor (delayed scaling); broadcast against ``x``.
+        margin: See :func:`scale_of`.
+        power_of_two: See :func:`scale_of`.
+    """
+    if scale is None:
+        scale = scale_of(amax_of(x, granularity), format, margin=margin, power_of_two=power_of_two)
+    return Quantized(scale_and_round(x, scale, format), scale.reciprocal(), format)
+
+
+def saturated(x: Tensor, scale: Tensor, format: Format) -> Tensor:
+    """Number of elements of ``x`` whose scaled magnitude lies above the format's largest finite number; 0-dim int64."""
+    return ((x.float() * scale).abs() > format.max_finite).sum()
+
+
+def underflowed(x: Tensor, quantized: Quantized) -> Tensor:
+    """Number of non-zero elements of ``x`` that were quantized to zero; 0-dim int64."""
+    return ((x != 0) & (quantized.values == 0)).sum()
+
+
+def sqnr(reference: Tensor, approximation: Tensor) -> float:
+    """Signal to quantization noise in decibels: ``10 log10(sum(reference**2) / sum((reference - approximation)**2))``.
+
+    Infinite where both are equal; NaN where one is not finite.
+    """
+    exact = reference.double()
+    noise = (exact - approximation.double()).square().sum()
+    return float(10.0 * torch.log10(exact.square().sum() / noise)) if noise != 0 else float("inf")
