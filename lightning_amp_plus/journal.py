@@ -130,6 +130,11 @@ class Journal:
         for column, report in enumerate(overflowed):
             report.values.ranks = tuple(rank for rank, row in enumerate(by_rank) if row[column])
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether reports wait whose verdict only the device knows."""
+        return any(isinstance(report.values.found_inf, Tensor) for report in self._pending)
+
     def settle(self) -> History:
         """The history with every report counted: one transfer for all that only the device knew, none without any."""
         pending, self._pending = self._pending, []

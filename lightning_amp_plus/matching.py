@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from lightning_amp_plus.fp8.reference import GEMMS
+from lightning_amp_plus.fp8.selection import Fp8Route, better_high, default_recipe, obstacle
 from lightning_amp_plus.policy import PrecisionPolicy, Rule
 from lightning_amp_plus.routed import Routed, base_class, is_metric
 
@@ -15,12 +17,29 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class Decision(NamedTuple):
-    """One module's format, the `match` of the deciding rule (or ``""``), why, and whether it is torchmetrics' own."""
+    """One module's format, the `match` of the deciding rule (or ``""``), why, whether it is torchmetrics' own, and FP8."""
 
     compute: str
     rule: str
     reason: str
     metric: bool
+    fp8: Fp8Route | None = None
+
+
+class _Wish(NamedTuple):
+    """What is wanted of a module before it is known what it can do; passed on to the modules inside it.
+
+    Attributes:
+        compute: The format, FP8 included.
+        rule: The deciding rule, if any.
+        reason: Why.
+        own: Whether the rule names this very module.
+    """
+
+    compute: str
+    rule: Rule | None
+    reason: str
+    own: bool
 
 
 def clean_name(name: str) -> str:
@@ -60,24 +79,40 @@ class ModelNames:
         return [other for other in self.module if other != name and (not name or other.startswith(f"{name}."))]
 
 
-def decide(names: ModelNames, policy: PrecisionPolicy) -> tuple[dict[str, Decision], tuple[str, ...]]:
+def decide(
+    names: ModelNames, policy: PrecisionPolicy, device_type: str = "cpu"
+) -> tuple[dict[str, Decision], tuple[str, ...]]:
     """Decides for every module, and finds the buffers that rules name.
 
     A module follows the last rule that matches one of its names, else the module around its first name, else the
-    policy.
+    policy. FP8 is for Linear layers; what else is wished into it computes in the format around.
+
+    Args:
+        names: The model's modules.
+        policy: What is wanted.
+        device_type: Where the model will run, which decides the default FP8 recipe.
 
     Returns:
         A decision for every name, and the qualified names of buffers that keep their format.
 
     Raises:
-        ValueError: If a rule matches nothing or only the whole model, or asks by exact name for what cannot be.
+        ValueError: If a rule matches nothing or only the whole model, asks by exact name for what cannot be, or asks for
+            FP8 and no layer can compute in it.
+        NotImplementedError: If the policy asks for ``fp8_when_stable``.
     """
+    if policy.fp8_when_stable:
+        raise NotImplementedError(
+            "fp8_when_stable is not available yet in this version. Use fp8_after_steps, which begins FP8 after a number of "
+            "applied steps."
+        )
     matched = [_modules_of(rule, names) for rule in policy.rules]
     kept: list[str] = []
     for rule, modules in zip(policy.rules, matched, strict=True):
         if not modules:
             kept += _buffers_of(rule, names)
     decided: dict[int, Decision] = {}
+    wishes: dict[int, _Wish] = {}
+    fp8 = _Fp8Choice(names, policy, device_type)
     for name, module in names.module.items():
         if id(module) in decided:
             continue
@@ -88,20 +123,82 @@ def decide(names: ModelNames, policy: PrecisionPolicy) -> tuple[dict[str, Decisi
             decided[id(module)] = _of_metric(name, rules, names.aliases[id(module)])
         elif parent is not None and _is_captive(names.module[parent_name], module):
             decided[id(module)] = _of_captive(name, rules, names.aliases[id(module)], parent)
-        elif rules:
-            rule = rules[-1]
-            reason = rule.reason or f"matches {rule.match!r}"
-            decided[id(module)] = Decision(rule.compute or policy.base_compute, rule.match, reason, False)
-        elif parent is not None and parent.rule:
-            reason = (
-                parent.reason
-                if parent.reason.startswith("inherited")
-                else f"inherited from {parent_name!r}: {parent.reason}"
-            )
-            decided[id(module)] = Decision(parent.compute, parent.rule, reason, False)
         else:
-            decided[id(module)] = Decision(policy.base_compute, "", "compute of the policy", False)
+            around = wishes.get(id(names.module[parent_name])) if parent is not None else None
+            wish = wishes[id(module)] = _wish(rules, around, parent_name, policy)
+            decided[id(module)] = fp8.of(module, wish)
+    fp8.refuse_wishes_that_came_to_nothing()
     return {name: decided[id(module)] for name, module in names.module.items()}, tuple(dict.fromkeys(kept))
+
+
+def _wish(rules: list[Rule], around: _Wish | None, parent_name: str, policy: PrecisionPolicy) -> _Wish:
+    if rules:
+        rule = rules[-1]
+        return _Wish(rule.compute or policy.compute, rule, rule.reason or f"matches {rule.match!r}", True)
+    if around is not None and around.rule is not None:
+        inherited = around.reason.startswith("inherited")
+        reason = around.reason if inherited else f"inherited from {parent_name!r}: {around.reason}"
+        return _Wish(around.compute, around.rule, reason, False)
+    return _Wish(policy.compute, None, "compute of the policy", False)
+
+
+class _Fp8Choice:
+    """Turns wishes into decisions, and remembers which wishes for FP8 came to what."""
+
+    def __init__(self, names: ModelNames, policy: PrecisionPolicy, device_type: str) -> None:
+        self._names = names
+        self._policy = policy
+        self._device_type = device_type
+        self._granted: set[Rule | None] = set()
+        self._denied: dict[Rule | None, list[str]] = {}
+        self._embeddings = {
+            id(module.weight) for module in names.module.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        }
+
+    def of(self, module: nn.Module, wish: _Wish) -> Decision:
+        """The decision on one module."""
+        rule = wish.rule
+        match = "" if rule is None else rule.match
+        if wish.compute != "fp8":
+            return Decision(wish.compute, match, wish.reason, False)
+        recipe = rule.recipe if rule is not None and rule.recipe is not None else default_recipe(self._device_type)
+        aliases = self._names.aliases[id(module)]
+        why = obstacle(module, recipe)
+        named = rule is not None and rule.match in aliases and not any(True for _ in module.children())
+        if why is not None and rule is not None and named and self._policy.fallback == "error":
+            raise ValueError(
+                f"Rule {rule.match!r} asks for FP8 of {aliases[0]!r}, which cannot compute in it: {why}. Remove the "
+                "rule, or set fallback='bf16' in the policy to have it listed and computed in BF16."
+            )
+        if why is None and not wish.own:
+            why = better_high(aliases, module, self._embeddings)
+        if why is not None:
+            self._denied.setdefault(rule, []).append(f"{aliases[0] or '(model)'}: {why}")
+            return Decision(self._policy.base_compute, match, why, False)
+        self._granted.add(rule)
+        gemms = rule.gemms if rule is not None and rule.gemms is not None else GEMMS
+        route = Fp8Route(recipe, tuple(gemms), "reference", self._policy.fp8_in_evaluation)
+        return Decision("fp8", match, wish.reason, False, route)
+
+    def refuse_wishes_that_came_to_nothing(self) -> None:
+        """Raises where FP8 was asked for and nothing will run in it.
+
+        Raises:
+            ValueError: Naming what was asked, and why the candidates cannot.
+        """
+        for rule, reasons in self._denied.items():
+            if rule in self._granted or (rule is not None and rule.compute != "fp8"):
+                continue
+            if rule is not None and self._policy.fallback == "bf16":
+                continue  # listed in the plan, as the policy allows
+            linear = [reason for reason in reasons if "only Linear layers" not in reason]
+            if rule is None and self._granted and not linear:
+                continue  # every Linear is named by a rule
+            asked = "The policy" if rule is None else f"Rule {rule.match!r}"
+            raise ValueError(
+                f"{asked} asks for FP8, but no module would compute in it ({'; '.join((linear or reasons)[:4])}). Widen "
+                "the layers, name one of them in a rule, or leave FP8 out."
+            )
 
 
 def compute_of(module: nn.Module, name: str | None, policy: PrecisionPolicy) -> str:
@@ -113,14 +210,14 @@ def compute_of(module: nn.Module, name: str | None, policy: PrecisionPolicy) -> 
         policy: What is wanted.
     """
     parts = name.split(".") if name else []
-    compute: str = policy.base_compute
+    compute: str = policy.base_compute  # around FP8 the weights are gathered in BF16
     for depth in range(len(parts) or 1):
         level = ".".join(parts[: depth + 1])
         own = depth == max(0, len(parts) - 1)
         for rule in policy.rules:
             known = own if rule.match.startswith("type:") else bool(parts)
             if rule.compute is not None and known and matches(rule, level, module):
-                compute = rule.compute
+                compute = "bf16" if rule.compute == "fp8" else rule.compute
     return compute
 
 

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
+from lightning_amp_plus.fp8.recipes import Recipe
+
 StorageFormat = Literal["fp32", "bf16", "fp16"]
 ComputeFormat = Literal["fp32", "bf16", "fp16", "fp8"]
-RecipeName = Literal["delayed", "current", "rowwise", "block", "mx"]
-Gemm = Literal["output", "grad_input", "grad_weight"]
+Gemm = Literal["fprop", "dgrad", "wgrad"]
 
 _LIGHTNING_STRINGS: dict[str, dict[str, Any]] = {
     "32-true": {"compute": "fp32"},
@@ -35,8 +36,10 @@ class Rule:
         match: Case-sensitive glob on a module's qualified name (``blocks.*.mlp``), or ``type:`` and a glob on a class
             name (``type:LayerNorm``). A glob that meets no module may name buffers, which then keep their dtype.
         compute: Format of the computation; None means that of the policy.
-        recipe: How FP8 scales are chosen. FP8 only.
-        gemms: Which of a layer's three GEMMs run in FP8; None means all. FP8 only.
+        recipe: How FP8 scales are chosen: a recipe of `lightning_amp_plus.fp8`, its name, or its plain form; None means
+            what `fp8-mixed` means on the hardware. FP8 only.
+        gemms: Which of a layer's three GEMMs run in FP8: `fprop` (output), `dgrad` (gradient of the input), `wgrad`
+            (gradient of the weight); None means all. FP8 only.
         reason: Free text, shown in the plan.
 
     Raises:
@@ -45,7 +48,7 @@ class Rule:
 
     match: str
     compute: ComputeFormat | None = None
-    recipe: RecipeName | None = None
+    recipe: Recipe | None = None
     gemms: Sequence[Gemm] | None = None
     reason: str = ""
 
@@ -60,7 +63,10 @@ class Rule:
         if self.compute is not None:
             _one_of(f"compute of {where}", self.compute, get_args(ComputeFormat))
         if self.recipe is not None:
-            _one_of(f"recipe of {where}", self.recipe, get_args(RecipeName))
+            try:
+                object.__setattr__(self, "recipe", Recipe.of(self.recipe))
+            except ValueError as error:
+                raise ValueError(f"recipe of {where}: {error}") from None
         if self.gemms is not None:
             if isinstance(self.gemms, str) or not self.gemms:
                 raise ValueError(
@@ -158,6 +164,11 @@ class PrecisionPolicy:
                     rule._refuse_fp8_settings(
                         f"the rule has no compute of its own and the policy computes in {self.compute!r}"
                     )
+        if self.uses_fp8 and self.compute == "fp16":
+            raise ValueError(
+                "compute='fp16' with FP8 in a rule: FP8 layers compute with BF16 around them, and a loss scale made for "
+                "FP16 would scale what BF16 and FP8 need no scale for. Use compute='bf16'."
+            )
         if self.uses_fp8:
             return
         for name in ("fp8_after_steps", "fp8_when_stable", "fp8_in_evaluation"):
@@ -226,8 +237,9 @@ class PrecisionPolicy:
         """The policy in plain types, fit for JSON, YAML and a `weights_only` checkpoint."""
         plain = asdict(self)
         plain["rules"] = [asdict(rule) for rule in self.rules]
-        for rule in plain["rules"]:
-            rule["gemms"] = None if rule["gemms"] is None else list(rule["gemms"])
+        for rule, described in zip(self.rules, plain["rules"], strict=True):
+            described["gemms"] = None if rule.gemms is None else list(rule.gemms)
+            described["recipe"] = None if rule.recipe is None else rule.recipe.to_dict()
         return plain
 
     @classmethod

@@ -31,6 +31,7 @@ from lightning_amp_plus.history import History
 from lightning_amp_plus.integration.averaging import gate_averaging
 from lightning_amp_plus.integration.checks import refuse_half_parameters, refuse_lbfgs, silent_faults
 from lightning_amp_plus.integration.contract import CheckpointContract, moved_policy
+from lightning_amp_plus.integration.fp8_run import Fp8Run
 from lightning_amp_plus.integration.instance_hooks import InstanceHooks
 from lightning_amp_plus.integration.items import ItemCounts
 from lightning_amp_plus.integration.loops import batch_in_flight
@@ -50,8 +51,8 @@ from lightning_amp_plus.integration.strategies import consensus_of, device_type,
 from lightning_amp_plus.integration.throughput import correct_throughput_monitors
 from lightning_amp_plus.integration.windows import closes_window, closing_window, starts_window
 from lightning_amp_plus.matching import compute_of
-from lightning_amp_plus.policy import PrecisionPolicy, Rule, StorageFormat
-from lightning_amp_plus.routing import RoutePlan, plan, refuse_fp8
+from lightning_amp_plus.policy import ComputeFormat, PrecisionPolicy, Rule
+from lightning_amp_plus.routing import RoutePlan, plan
 from lightning_amp_plus.scaling.loss_scale import LossScale
 from lightning_amp_plus.scaling.master_weights import MasterWeights
 from lightning_amp_plus.scaling.scaler import LossScaler, make_scaler
@@ -67,7 +68,7 @@ class AmpPrecision(FSDPPrecision):
 
     Args:
         policy: What computes in which format: a :class:`PrecisionPolicy` or one of the strings ``32-true``,
-            ``16-mixed``, ``bf16-mixed``, ``16-true``, ``bf16-true``.
+            ``16-mixed``, ``bf16-mixed``, ``16-true``, ``bf16-true``, ``fp8-mixed``.
         loss_scale: ``"auto"``: dynamic where the policy computes in FP16, none otherwise. A :class:`LossScale`
             configures the dynamic one, a number is a static scale, ``None`` is none (with a warning in FP16), and a
             ``torch.amp.GradScaler`` (or torch's ShardedGradScaler) lends its present scale and factors.
@@ -114,7 +115,6 @@ class AmpPrecision(FSDPPrecision):
         # FSDPPrecision's constructor is not run: it would make a scaler of its own and knows five strings only.
         if not isinstance(policy, PrecisionPolicy):
             policy = PrecisionPolicy.from_string(policy)
-        refuse_fp8(policy)
         if partial_window not in ("lightning", "mean"):
             raise ValueError(f"partial_window={partial_window!r}: expected 'lightning' or 'mean'.")
         scaler = make_scaler(loss_scale, fp16=policy.base_compute == "fp16", warn=_warn)
@@ -159,7 +159,8 @@ class AmpPrecision(FSDPPrecision):
         self._items = ItemCounts()
         self._verdict_awaited = False
         self._notes: tuple[str, ...] = ()
-        self._contract = CheckpointContract(self, self._sequence, self._masters, self._items)
+        self._fp8 = Fp8Run(self.policy, self._sequence.journal)
+        self._contract = CheckpointContract(self, self._sequence, self._masters, self._items, self._fp8)
 
     # ---------------------------------------------------------------- what people and callbacks read
 
@@ -194,12 +195,12 @@ class AmpPrecision(FSDPPrecision):
         """
         return self._sequence.journal.subscribe(fn, grad_norm)
 
-    def set_route(self, module_name: str, compute: StorageFormat, reason: str = "") -> None:
+    def set_route(self, module_name: str, compute: ComputeFormat, reason: str = "") -> None:
         """Moves a module, and what is below it, to another compute format while training. The optimizer is not touched.
 
         Args:
             module_name: Qualified name, as in the plan.
-            compute: ``fp32``, ``bf16`` or ``fp16``.
+            compute: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
             reason: Shown in the plan.
 
         Raises:
@@ -263,6 +264,7 @@ class AmpPrecision(FSDPPrecision):
         # FSDP keeps FP32 shards and computes with 16-bit copies by itself: those shards are the master weights.
         new.apply(module, storage=not (sharded and self.policy.master_weights))
         self.plan = new
+        self._fp8.take_plan(module)
 
     def fsdp2_policy(self, module: Module, name: str | None = None) -> Any:
         """The ``mp_policy`` for ``fully_shard(module, mp_policy=...)``, as this plugin's policy wants it.
@@ -368,6 +370,9 @@ class AmpPrecision(FSDPPrecision):
             for warning in silent_faults(optimizer):
                 _warn(warning)
         self._items.clear()
+        self._fp8.count()
+        if self.policy.fp8_after_steps or self._fp8.histories:
+            self._hooks.until_undone(self.subscribe(self._fp8.on_report))
         self._sequence.begin_fit(
             optimizers,
             module.named_parameters,
@@ -423,6 +428,8 @@ class AmpPrecision(FSDPPrecision):
 
     def _discard_window(self, interrupted: bool = False) -> None:
         self._sequence.ledger.discard(interrupted)
+        if interrupted:
+            self._fp8.discard_window()
         self._items.clear()
 
     @override
@@ -582,6 +589,8 @@ class AmpPrecision(FSDPPrecision):
         if self._module is not None and moves != self._moves:
             self._apply_plan(self._module, moves)
         self._moves = moves
+        self._fp8.count()
+        self._fp8.load_state_dict(document.get("fp8_histories") or {})
 
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
         return self._module.named_parameters() if self._module is not None else ()
@@ -657,7 +666,7 @@ class AmpPrecision(FSDPPrecision):
                 "AmpPrecision(process_group=...) can be neither pickled nor copied: a process group belongs to its "
                 "process. Make the plugin anew on each rank."
             )
-        dropped = ("_module", "_hooks", "_items", "_verdict_awaited", "_notes", "_contract")
+        dropped = ("_module", "_hooks", "_items", "_verdict_awaited", "_notes", "_contract", "_fp8")
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -16,7 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp_plus.casts import DTYPES, Swap, cast_floating, put_back, refuse_writes, swap_in_fp32
+from lightning_amp_plus.fp8.delayed import slot_of
+from lightning_amp_plus.fp8.linear import fp8_linear
+from lightning_amp_plus.fp8.selection import Fp8Route
 
+FP8_SWITCH = "_amp_fp8_on"  # an attribute of a module in FP8; without it FP8 is on
 _METRIC_METHODS = ("forward", "update", "compute")
 FUSED_IN_EVALUATION = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 # What the choice of the fused path reads, and nothing else does.
@@ -36,12 +40,14 @@ class ModuleRoute(NamedTuple):
             for a 16-bit format those of the other two.
         device_type: Device of the autocast where no input tells.
         cast_parameters: Whether 16-bit parameters are cast to FP32 for the time of a call.
+        fp8: How a Linear computes in FP8; ``compute`` is then the format around it.
     """
 
     compute: str
     autocast: bool
     device_type: str
     cast_parameters: bool
+    fp8: Fp8Route | None = None
 
 
 _generated: dict[tuple[type[nn.Module], ModuleRoute], type[nn.Module]] = {}
@@ -60,7 +66,9 @@ class Routed:
     def extra_repr(self) -> str:
         """The base class's description and the route."""
         described: str = super().extra_repr()  # type: ignore[misc]
-        return ", ".join(part for part in (described, f"compute={self._amp_route.compute}") if part)
+        route = self._amp_route
+        compute = route.compute if route.fp8 is None else f"fp8 ({route.fp8})"
+        return ", ".join(part for part in (described, f"compute={compute}") if part)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A generated class cannot be found by its name, so copies and pickles name its base and its route.
@@ -96,6 +104,7 @@ def unroute_module(module: nn.Module) -> None:
             "the route cannot be removed. Apply routes after the wrapping that changes classes (such as fully_shard), "
             "or undo them before it."
         )
+    vars(module).pop(FP8_SWITCH, None)
     _set_class(module, module._amp_base)
 
 
@@ -218,9 +227,23 @@ def _in_route(function: _Function, route: ModuleRoute) -> _Function:
         finally:
             put_back(swaps)
 
+    if route.fp8 is not None and function is nn.Linear.forward:
+        return _in_fp8(route.fp8, under_autocast if route.autocast else without_autocast)  # type: ignore[return-value]
     if route.autocast:
         return under_autocast  # type: ignore[return-value]
     return with_cast_parameters if route.cast_parameters else without_autocast  # type: ignore[return-value]
+
+
+def _in_fp8(fp8: Fp8Route, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """A Linear's forward in FP8, or ``otherwise`` where it is to be in high precision: in evaluation, or switched off."""
+
+    @functools.wraps(nn.Linear.forward)
+    def forward(self: Any, input: Tensor) -> Any:
+        if (self.training or fp8.in_evaluation) and getattr(self, FP8_SWITCH, True):
+            return fp8_linear(input, self.weight, self.bias, fp8.recipe, fp8.gemms, slot_of(self))
+        return otherwise(self, input)
+
+    return forward
 
 
 def _call(

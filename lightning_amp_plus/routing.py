@@ -5,7 +5,7 @@ The plugin plans and applies before training; the manifest, the census and the c
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,9 @@ from torch import nn
 
 from lightning_amp_plus.autocast_probe import UNKNOWN, Probe, Region, probe
 from lightning_amp_plus.casts import BITS_16, DTYPES, dtype_name
+from lightning_amp_plus.fp8.delayed import attach_histories
+from lightning_amp_plus.fp8.recipes import Operand, Recipe
+from lightning_amp_plus.fp8.selection import Fp8Route
 from lightning_amp_plus.matching import Decision, ModelNames, clean_name, decide
 from lightning_amp_plus.plan_table import as_text, fitting_table
 from lightning_amp_plus.policy import PrecisionPolicy
@@ -50,6 +53,7 @@ class Route:
         optimizer: Format of the optimizer's state for its parameters.
         rule: `match` of the rule that decided; empty if none did.
         reason: Why it got this route.
+        fp8: How it computes in FP8, if it does.
     """
 
     name: str
@@ -63,6 +67,18 @@ class Route:
     optimizer: str
     rule: str
     reason: str
+    fp8: Fp8Route | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The route in plain types; the key ``fp8`` is there only where it computes in FP8."""
+        plain = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "fp8"}
+        return plain if self.fp8 is None else {**plain, "fp8": self.fp8.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Route":
+        """The route that `to_dict` described."""
+        fp8 = values.get("fp8")
+        return cls(**{**values, "fp8": None if fp8 is None else Fp8Route.from_dict(fp8)})
 
 
 @dataclass(frozen=True)
@@ -102,7 +118,7 @@ class RoutePlan:
         return {
             "policy": self.policy.to_dict(),
             "device_type": self.device_type,
-            "routes": [asdict(route) for route in self.routes],
+            "routes": [route.to_dict() for route in self.routes],
             "kept_buffers": list(self.kept_buffers),
             "notes": list(self.notes),
         }
@@ -115,10 +131,10 @@ class RoutePlan:
             ValueError: If keys are missing or unknown, naming them.
         """
         _exactly("A plan", values, {"policy", "device_type", "routes", "kept_buffers", "notes"})
-        names = {item.name for item in fields(Route)}
+        names = {item.name for item in fields(Route)} - {"fp8"}
         for index, route in enumerate(values["routes"]):
-            _exactly(f"Route {index} of a plan", route, names)
-        routes = tuple(Route(**route) for route in values["routes"])
+            _exactly(f"Route {index} of a plan", {key: value for key, value in route.items() if key != "fp8"}, names)
+        routes = tuple(Route.from_dict(route) for route in values["routes"])
         policy = PrecisionPolicy.from_dict(values["policy"])
         kept_buffers, notes = tuple(values["kept_buffers"]), tuple(values["notes"])
         return cls(policy, values["device_type"], routes, kept_buffers, notes)
@@ -134,17 +150,19 @@ class RoutePlan:
 
     def describe(self) -> dict[str, Any]:
         """What a manifest keeps of a plan, in plain types: the device, and each module's route by name."""
+        fp8 = {route.name: route.fp8.to_dict() for route in self.routes if route.fp8 is not None}
         return {
             "device_type": self.device_type,
             "routes": self._described,
             "kept_buffers": list(self.kept_buffers),
+            "fp8": fp8 or None,
         }
 
     @cached_property
     def _described(self) -> dict[str, dict[str, str]]:
         # Made once: a plan never changes, and checkpoints are written often.
         return {
-            route.name: {key: value for key, value in asdict(route).items() if key != "name"} for route in self.routes
+            route.name: {k: v for k, v in route.to_dict().items() if k not in ("name", "fp8")} for route in self.routes
         }
 
     def __str__(self) -> str:
@@ -155,21 +173,11 @@ class RoutePlan:
         yield fitting_table(title, self._rows(), self.notes, console, options)
 
     def _rows(self) -> list[tuple[str, ...]]:
-        return [_COLUMNS, *(_row(route) for route in self.routes)]
-
-
-def refuse_fp8(policy: PrecisionPolicy) -> None:
-    """Raises where a policy asks for what this version does not have.
-
-    Raises:
-        NotImplementedError: If the policy or one of its rules asks for FP8.
-    """
-    if policy.uses_fp8:
-        where = "with compute='fp8'" if policy.compute == "fp8" else "in a rule"
-        raise NotImplementedError(
-            f"FP8 is not available yet in this version: the policy asks for it {where}. Use compute='bf16', or a rule "
-            "with compute='bf16' ('bf16-mixed' in place of 'fp8-mixed'), until it is."
-        )
+        rows = [_COLUMNS, *(_row(route) for route in self.routes)]
+        if not any(route.fp8 for route in self.routes):
+            return rows
+        fp8 = ("fp8", *(str(route.fp8 or UNKNOWN) for route in self.routes))
+        return [(*row[:2], cell, *row[2:]) for row, cell in zip(rows, fp8, strict=True)]
 
 
 def plan(model: nn.Module, policy: PrecisionPolicy | str, hardware: str | torch.device | None = None) -> RoutePlan:
@@ -184,14 +192,13 @@ def plan(model: nn.Module, policy: PrecisionPolicy | str, hardware: str | torch.
     Raises:
         ValueError: If a rule matches nothing, the whole model or a module whose format is fixed.
         TypeError: If a module that needs a route cannot carry one.
-        NotImplementedError: If the policy asks for FP8.
+        NotImplementedError: If the policy asks for ``fp8_when_stable``.
     """
     if isinstance(policy, str):
         policy = PrecisionPolicy.from_string(policy)
-    refuse_fp8(policy)
     device_type = _device_type(model, hardware)
     names = ModelNames(model)
-    decisions, kept_buffers = decide(names, policy)
+    decisions, kept_buffers = decide(names, policy, device_type)
     # Only for its errors: a plan that could not be applied is no plan.
     _routed_modules(names, {name: decision.compute for name, decision in decisions.items()}, policy)
     routes = tuple(
@@ -200,22 +207,29 @@ def plan(model: nn.Module, policy: PrecisionPolicy | str, hardware: str | torch.
     return RoutePlan(policy, device_type, routes, kept_buffers)
 
 
-def outline(model: nn.Module, policy: PrecisionPolicy) -> dict[str, Any]:
+def outline(model: nn.Module, policy: PrecisionPolicy, device_type: str = "cpu") -> dict[str, Any]:
     """The part of :meth:`RoutePlan.describe` that needs no probing.
 
+    Args:
+        model: The model.
+        policy: What is wanted.
+        device_type: Where it will run, which decides the default FP8 recipe.
+
     Returns:
-        ``routes``: ``compute``, ``params`` and ``optimizer`` of every module by name. ``kept_buffers``: as in a plan.
+        ``routes``: ``compute``, ``params`` and ``optimizer`` of every module by name. ``kept_buffers`` and ``fp8``: as in
+        a plan's description.
 
     Raises:
         ValueError: If a rule matches nothing, the whole model or a module whose format is fixed.
     """
     names = ModelNames(model)
-    decisions, kept_buffers = decide(names, policy)
+    decisions, kept_buffers = decide(names, policy, device_type)
     outlined = {}
     for name, decision in decisions.items():
         params, optimizer = _storage_columns(names.module[name], decision, policy)
         outlined[name] = {"compute": decision.compute, "params": params, "optimizer": optimizer}
-    return {"routes": outlined, "kept_buffers": list(kept_buffers)}
+    fp8 = {name: decision.fp8.to_dict() for name, decision in decisions.items() if decision.fp8 is not None}
+    return {"routes": outlined, "kept_buffers": list(kept_buffers), "fp8": fp8 or None}
 
 
 def apply(plan: RoutePlan, model: nn.Module, storage: bool = True) -> None:
@@ -233,11 +247,13 @@ def apply(plan: RoutePlan, model: nn.Module, storage: bool = True) -> None:
     names = ModelNames(model)
     _check_same_modules(plan, names)
     routed = _routed_modules(names, {route.name: route.compute for route in plan.routes}, plan.policy)
+    fp8 = {id(names.module[route.name]): route.fp8 for route in plan.routes}
     undo(model)
     if storage:
         convert_storage(model, plan)
+    attach_histories(names.module, {route.name: route.fp8.recipe for route in plan.routes if route.fp8 is not None})
     for module, compute in routed:
-        route_module(module, _module_route(module, compute, plan))
+        route_module(module, _module_route(module, compute, plan, fp8[id(module)]))
 
 
 def undo(model: nn.Module) -> None:
@@ -250,6 +266,11 @@ def _route(name: str, module: nn.Module, decision: Decision, policy: PrecisionPo
     params, optimizer = _storage_columns(module, decision, policy)
     region = _region(decision.compute, params, policy, device_type)
     seen = Probe() if decision.metric else probe(module, region)
+    if decision.fp8 is not None:
+        recipe = decision.fp8.recipe
+        seen = seen._replace(
+            input=_short(recipe, "input"), weight=_short(recipe, "weight"), accumulator="fp32", error=""
+        )
     reason = decision.reason
     if seen.error:
         reason += f"; cannot run in {decision.compute} on {device_type}: {seen.error}"
@@ -265,7 +286,12 @@ def _route(name: str, module: nn.Module, decision: Decision, policy: PrecisionPo
         optimizer=optimizer,
         rule=decision.rule,
         reason=reason,
+        fp8=decision.fp8,
     )
+
+
+def _short(recipe: Recipe, operand: Operand) -> str:
+    return recipe.format_of(operand).name.lower()
 
 
 def _storage_columns(module: nn.Module, decision: Decision, policy: PrecisionPolicy) -> tuple[str, str]:
@@ -279,6 +305,7 @@ def _storage_columns(module: nn.Module, decision: Decision, policy: PrecisionPol
 
 
 def _region(compute: str, params: str, policy: PrecisionPolicy, device_type: str) -> Region:
+    compute = "bf16" if compute == "fp8" else compute
     stored = params.partition("+")[0]
     stored = stored if stored in DTYPES else policy.params
     if compute == "fp32":
@@ -289,12 +316,13 @@ def _region(compute: str, params: str, policy: PrecisionPolicy, device_type: str
     return Region(compute, ("fp32", compute), stored, device_type)
 
 
-def _module_route(module: nn.Module, compute: str, plan: RoutePlan) -> ModuleRoute:
+def _module_route(module: nn.Module, compute: str, plan: RoutePlan, fp8: Fp8Route | None) -> ModuleRoute:
     policy = plan.policy
+    compute = "bf16" if fp8 is not None else compute
     autocast = compute != "fp32" and not (policy.is_true and compute == policy.params)
     narrow = any(parameter.dtype in BITS_16 for parameter in module.parameters())
     cast_parameters = compute == "fp32" and narrow and not is_metric(module)
-    return ModuleRoute(compute, autocast, plan.device_type, cast_parameters)
+    return ModuleRoute(compute, autocast, plan.device_type, cast_parameters, fp8)
 
 
 def _routed_modules(

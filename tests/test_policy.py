@@ -71,7 +71,7 @@ def test_sixteen_bit_parameters_are_a_true_policy(params: Any) -> None:
         ({"compute": "fp8", "fp8_after_steps": True}, "must be a count of steps"),
         (
             {"compute": "bf16", "rules": [Rule("a", recipe="delayed")]},
-            "recipe='delayed' of rule 'a'.*policy computes in",
+            "recipe=DelayedScaling.* of rule 'a'.*policy computes in",
         ),
         ({"compute": "bf16", "rules": Rule("a")}, "rules must be a list"),
         ({"compute": "bf16", "rules": ["a"]}, r"rules\[0\] must be a Rule or a mapping"),
@@ -91,10 +91,10 @@ def test_what_cannot_be_meant_is_refused(arguments: dict[str, Any], message: str
         ({"match": "type:"}, "found 'type:'"),
         ({"match": None}, "found None"),
         ({"match": "a", "compute": "half"}, "compute of rule 'a' must be one of"),
-        ({"match": "a", "compute": "bf16", "gemms": ["output"]}, "gemms=.* of rule 'a' is a setting of FP8"),
-        ({"match": "a", "compute": "fp32", "recipe": "mx"}, "recipe='mx' of rule 'a' is a setting of FP8"),
-        ({"match": "a", "compute": "fp8", "recipe": "best"}, "recipe of rule 'a' must be one of"),
-        ({"match": "a", "compute": "fp8", "gemms": "output"}, "non-empty list"),
+        ({"match": "a", "compute": "bf16", "gemms": ["fprop"]}, "gemms=.* of rule 'a' is a setting of FP8"),
+        ({"match": "a", "compute": "fp32", "recipe": "mx"}, "recipe=MXScaling.* of rule 'a' is a setting of FP8"),
+        ({"match": "a", "compute": "fp8", "recipe": "best"}, "recipe of rule 'a': recipe='best': expected one of"),
+        ({"match": "a", "compute": "fp8", "gemms": "fprop"}, "non-empty list"),
         ({"match": "a", "compute": "fp8", "gemms": []}, "non-empty list"),
         ({"match": "a", "compute": "fp8", "gemms": ["bias"]}, "gemms of rule 'a' must be one of"),
     ],
@@ -105,7 +105,7 @@ def test_a_rule_that_cannot_be_meant_is_refused(arguments: dict[str, Any], messa
 
 
 def test_fp8_settings_are_taken_where_fp8_is() -> None:
-    assert PrecisionPolicy("fp8", rules=[Rule("a", recipe="current", gemms=["output"])], fp8_after_steps=5).uses_fp8
+    assert PrecisionPolicy("fp8", rules=[Rule("a", recipe="current", gemms=["fprop"])], fp8_after_steps=5).uses_fp8
     assert PrecisionPolicy("bf16", rules=[Rule("a", compute="fp8", recipe="delayed")], fp8_in_evaluation=True).uses_fp8
     assert PrecisionPolicy("fp8", params="bf16", master_weights=True).is_true
 
@@ -128,16 +128,17 @@ rules = st.builds(
     match=st.sampled_from(["a", "blocks.*", "type:LayerNorm"]),
     compute=st.sampled_from([None, "fp32", "bf16", "fp16", "fp8"]),
     reason=st.text(max_size=5),
-) | st.just(Rule("x", compute="fp8", recipe="block", gemms=("output", "grad_weight")))
+) | st.just(Rule("x", compute="fp8", recipe="block", gemms=("fprop", "wgrad")))
 policies = st.one_of(
     st.builds(
         PrecisionPolicy,
-        compute=st.sampled_from(["fp32", "bf16", "fp16", "fp8"]),
+        compute=st.sampled_from(["fp32", "bf16", "fp8"]),
         reduce=st.sampled_from(["fp32", "bf16", "fp16"]),
         buffers=st.sampled_from([None, "fp32", "bf16"]),
         rules=st.lists(rules, max_size=3),
         fallback=st.sampled_from(["error", "bf16"]),
     ),
+    st.builds(PrecisionPolicy, compute=st.just("fp16"), reduce=st.sampled_from(["fp32", "fp16"])),
     st.builds(PrecisionPolicy, compute=st.just("bf16"), params=st.just("bf16"), master_weights=st.booleans()),
     st.builds(
         PrecisionPolicy, compute=st.just("fp8"), fp8_after_steps=st.integers(0, 9), fp8_when_stable=st.booleans()

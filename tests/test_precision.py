@@ -132,13 +132,6 @@ def test_scale_is_in_use_where_it_was_asked_for(policy: str, loss_scale: Any, dy
         assert plugin.scaler.dynamic is dynamic
 
 
-def test_fp8_is_refused_until_it_is_there() -> None:
-    with pytest.raises(NotImplementedError, match=r"not available yet.*bf16-mixed"):
-        AmpPrecision("fp8-mixed")
-    with pytest.raises(NotImplementedError, match=r"not available yet.*in a rule"):
-        AmpPrecision(PrecisionPolicy("bf16", rules=[Rule("head", compute="fp8")]))
-
-
 @pytest.mark.parametrize("left_out", ["windows", "history", "scaler", "moves", "policy"])
 def test_incomplete_state_is_refused_with_nothing_changed(left_out: str) -> None:
     plugin = AmpPrecision("16-mixed", loss_scale=LossScale(init=8.0))

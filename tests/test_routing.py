@@ -158,14 +158,6 @@ def test_a_rule_on_buffers_keeps_them_and_may_not_compute() -> None:
         plan(Net(), bf16(Rule("inv_freq", compute="fp16")))
 
 
-@pytest.mark.parametrize(
-    "policy", [PrecisionPolicy("fp8"), PrecisionPolicy("bf16", rules=[Rule("head", compute="fp8")])]
-)
-def test_fp8_is_refused_until_it_is_there(policy: PrecisionPolicy) -> None:
-    with pytest.raises(NotImplementedError, match="FP8 is not available yet in this version"):
-        plan(Net(), policy)
-
-
 def test_metrics_stay_in_fp32_and_only_an_exact_name_asking_otherwise_is_refused() -> None:
     model = nn.ModuleDict(
         {

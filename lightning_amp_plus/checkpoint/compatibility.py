@@ -533,7 +533,7 @@ def _fp8(attribute: str, different: Verdict, why: str, remedy: str) -> Callable[
 
 
 def _delayed(manifest: Manifest) -> bool:
-    return manifest.fp8 is not None and any(m.recipe == "delayed" for m in manifest.fp8.modules.values())
+    return manifest.fp8 is not None and any(m.recipe.startswith("delayed") for m in manifest.fp8.modules.values())
 
 
 def _fp8_clock(saved: Manifest, current: Manifest) -> _Judgment | None:

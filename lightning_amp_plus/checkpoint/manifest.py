@@ -21,7 +21,7 @@ from lightning_amp_plus.errors import IncompatiblePrecisionError
 CHECKPOINT_KEY = "lightning_amp_plus"
 SCHEMA_VERSION = 2
 
-TENSOR_PARTS = ("master_weights", "random_state", "gradients")
+TENSOR_PARTS = ("master_weights", "random_state", "gradients", "fp8_histories")
 
 
 class _Section(BaseModel):

@@ -27,6 +27,7 @@ def fault_of_parts(document: Mapping[str, Any], manifest: Manifest) -> str | Non
         _fault_of_random_state(document.get("random_state"), manifest)
         or _fault_of_masters(document, manifest)
         or _fault_of_gradients(document.get("gradients"), manifest)
+        or _fault_of_histories(document.get("fp8_histories"), manifest)
     )
 
 
@@ -109,6 +110,20 @@ def _fault_of_gradients(gradients: Any, manifest: Manifest) -> str | None:
     for rank, items in enumerate(gradients["items"]):
         if not isinstance(items, (list, tuple)):
             return f"gradients, items of rank {rank}: expected a list"
+    return None
+
+
+def _fault_of_histories(histories: Any, manifest: Manifest) -> str | None:
+    lengths = {} if manifest.fp8 is None else {n: m.history_length for n, m in manifest.fp8.modules.items()}
+    kept = {name: length for name, length in lengths.items() if length is not None}
+    if not kept:
+        return None
+    if not isinstance(histories, Mapping):
+        return f"fp8_histories: the manifest says that amax histories are kept; found {type(histories).__name__}"
+    for name, value in histories.items():
+        described = _described(value)
+        if described is None or described[0] != "fp32" or len(described[1]) != 2 or described[1][0] != 3:
+            return f"fp8_histories, {name!r}: expected an FP32 tensor of shape [3, history]"
     return None
 
 

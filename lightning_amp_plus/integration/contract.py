@@ -20,6 +20,8 @@ from lightning_amp_plus.checkpoint.gradients import gather_gradients, put_back
 from lightning_amp_plus.checkpoint.manifest import (
     SCHEMA_VERSION,
     Accumulation,
+    Fp8,
+    Fp8Module,
     LossScaleEntry,
     Manifest,
     Move,
@@ -31,6 +33,7 @@ from lightning_amp_plus.checkpoint.migrations import document_of, upgrade
 from lightning_amp_plus.checkpoint.saved import SavedPrecision
 from lightning_amp_plus.errors import IncompatiblePrecisionError
 from lightning_amp_plus.integration.describe import sections_of
+from lightning_amp_plus.integration.fp8_run import Fp8Run
 from lightning_amp_plus.integration.items import ItemCounts
 from lightning_amp_plus.integration.loops import batch_in_flight, micro_batches_done
 from lightning_amp_plus.integration.resume import Judgment, Resume, together
@@ -52,6 +55,32 @@ def moved_policy(policy: PrecisionPolicy, moves: Iterable[Move]) -> PrecisionPol
     return PrecisionPolicy.from_dict({**policy.to_dict(), "rules": (*policy.rules, *rules)}) if rules else policy
 
 
+def _fp8_entry(described: Mapping[str, Any]) -> Fp8:
+    """The manifest's section on FP8, from what a plan says of each module in FP8."""
+    return Fp8(
+        modules={
+            name: Fp8Module(
+                recipe=_recipe_text(route["recipe"]),
+                history_length=route["recipe"].get("history"),
+                backend=route["backend"],
+            )
+            for name, route in described.items()
+        }
+    )
+
+
+def _outlined(module: Module, policy: PrecisionPolicy, device_type: str) -> dict[str, Any]:
+    """What each module will get, as sections of the manifest."""
+    sections = outline(module, policy, device_type)
+    return {**sections, "fp8": None if sections["fp8"] is None else _fp8_entry(sections["fp8"])}
+
+
+def _recipe_text(recipe: Mapping[str, Any]) -> str:
+    """A recipe's name and settings, without the history's length, which is a field of its own."""
+    settings = ", ".join(f"{key}={value}" for key, value in recipe.items() if key not in ("name", "history"))
+    return f"{recipe['name']} ({settings})" if settings else str(recipe["name"])
+
+
 class CheckpointContract:
     """Writes and reads the precision state of one plugin.
 
@@ -60,15 +89,22 @@ class CheckpointContract:
         sequence: Scaler, counts, history and the open window.
         masters: FP32 copies of 16-bit parameters, if any.
         items: Numbers of items of the open window.
+        fp8: Amax histories.
     """
 
     def __init__(
-        self, plugin: AmpPrecision, sequence: StepSequence, masters: MasterWeights | None, items: ItemCounts
+        self,
+        plugin: AmpPrecision,
+        sequence: StepSequence,
+        masters: MasterWeights | None,
+        items: ItemCounts,
+        fp8: Fp8Run,
     ) -> None:
         self._plugin = plugin
         self._sequence = sequence
         self._masters = masters
         self._items = items
+        self._fp8 = fp8
         self._said: set[str] = set()
         self.resume = Resume(
             plugin.allow,
@@ -131,7 +167,7 @@ class CheckpointContract:
         document |= sections
         if module is not None and "routes" not in document:
             try:
-                document |= outline(module, moved_policy(plugin.policy, moves))
+                document |= _outlined(module, moved_policy(plugin.policy, moves), plugin.device)
             except ValueError as error:
                 outline(module, plugin.policy)  # an error of the policy itself is said as such
                 raise IncompatiblePrecisionError(
@@ -155,7 +191,7 @@ class CheckpointContract:
             return manifest
         try:
             policy = moved_policy(PrecisionPolicy.from_dict(manifest.policy), manifest.moves)
-            return manifest.model_copy(update=outline(module, policy))
+            return manifest.model_copy(update=_outlined(module, policy, self._plugin.device))
         except (TypeError, ValueError):
             return manifest  # a policy of other modules; strict loading says so
 
@@ -179,6 +215,8 @@ class CheckpointContract:
             random = RandomState(ranks=len(ranks), generators=sorted(ranks[0]))
         if "master_weights" in state:
             tensors["master_weights"] = state["master_weights"]
+        if self._fp8.histories:
+            tensors["fp8_histories"] = self._fp8.state_dict()
         window = self._window(trainer)
         if window.gradients == "stored":
             tensors["gradients"] = self._gradients(trainer)
@@ -189,7 +227,9 @@ class CheckpointContract:
     def now(self, trainer: Any, moves: Sequence[Move], **sections: Any) -> Manifest:
         """The manifest of a save: as :meth:`manifest`, with a new ``save_id`` and the plan's routes."""
         plan = self._plugin.plan
-        routes = {} if plan is None else plan.describe()
+        routes: dict[str, Any] = {} if plan is None else plan.describe()
+        if routes.get("fp8") is not None:
+            routes["fp8"] = _fp8_entry(routes["fp8"])
         return self.manifest(trainer, trainer.lightning_module, moves, save_id=uuid4().hex, **routes, **sections)
 
     def _window(self, trainer: Any) -> WindowPosition:

@@ -17,11 +17,17 @@ class InstanceHooks:
         self._undo.append((owner, name, owner.__dict__.get(name)))
         owner.__dict__[name] = wrapper(getattr(owner, name))
 
+    def until_undone(self, end: Callable[[], None]) -> None:
+        """Has ``end`` called when everything is put back."""
+        self._undo.append((end, "", None))
+
     def undo(self) -> None:
         """Puts everything back, last wrapped first."""
         while self._undo:
             owner, name, before = self._undo.pop()
-            if before is None:
+            if not name:
+                owner()
+            elif before is None:
                 owner.__dict__.pop(name, None)
             else:
                 owner.__dict__[name] = before

@@ -213,7 +213,7 @@ def check_fsdp2_units(module: nn.Module, plan: RoutePlan) -> list[str]:
             if not own:
                 continue
             compute = plan[inner_name].compute
-            wanted = DTYPES[compute]
+            wanted = DTYPES["bf16" if compute == "fp8" else compute]
             if found is None or found == torch.float32:
                 if plan.policy.is_true:
                     raise ValueError(_unfit_unit(name, found, inner_name, compute))

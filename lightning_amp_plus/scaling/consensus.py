@@ -29,6 +29,9 @@ class Consensus:
         """
         return terms
 
+    def maximum(self, values: Tensor) -> None:
+        """Makes ``values`` the largest over all ranks, in place; the same shape on every rank."""
+
     def gather(self, values: Tensor) -> Tensor:
         """The ``values`` of all ranks, for the rare moments in which ranks are compared or named.
 
@@ -64,6 +67,10 @@ class GroupConsensus(Consensus):
         """See :meth:`Consensus.agree`; in place."""
         torch.distributed.all_reduce(terms, op=torch.distributed.ReduceOp.SUM, group=self.group)
         return terms
+
+    def maximum(self, values: Tensor) -> None:
+        """See :meth:`Consensus.maximum`."""
+        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=self.group)
 
     def gather(self, values: Tensor) -> Tensor:
         """See :meth:`Consensus.gather`."""

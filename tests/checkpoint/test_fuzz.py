@@ -123,8 +123,8 @@ def kind_of_scale(manifest: Manifest) -> str:
 
 
 def format_of(policy: dict[str, Any], key: str) -> Any:
-    """Of communication or buffers; where it is not said, that of the parameters."""
-    return policy.get(key) or policy.get("params")
+    """Of communication, or of buffers, which follow the parameters where nothing else is said."""
+    return policy.get(key) if key == "reduce" else policy.get(key) or policy.get("params")
 
 
 def unlike(saved: Manifest, current: Manifest, column: str) -> bool:

@@ -1,0 +1,101 @@
+"""Which modules can compute in FP8, which are better left in high precision, and with what recipe and backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_amp_plus.fp8.recipes import CurrentScaling, MXScaling, Recipe, RowwiseScaling
+from lightning_amp_plus.fp8.reference import GEMMS, Gemm
+
+_HEADS = ("head", "lm_head", "classifier", "score")
+_ROUTERS = ("router", "gate")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Fp8Route:
+    """How one module computes in FP8.
+
+    Attributes:
+        recipe: How its scales are chosen.
+        gemms: Which of its GEMMs run in FP8; the others in BF16.
+        backend: What multiplies.
+        in_evaluation: Whether it stays in FP8 in evaluation mode.
+    """
+
+    recipe: Recipe
+    gemms: tuple[Gemm, ...] = GEMMS
+    backend: str = "reference"
+    in_evaluation: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.recipe, RowwiseScaling) and self.recipe.weight_grad == "high":
+            object.__setattr__(self, "gemms", tuple(gemm for gemm in self.gemms if gemm != "wgrad"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The route in plain types."""
+        return {
+            "recipe": self.recipe.to_dict(),
+            "gemms": list(self.gemms),
+            "backend": self.backend,
+            "in_evaluation": self.in_evaluation,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Fp8Route:
+        """The route that ``to_dict`` described."""
+        recipe, gemms = Recipe.from_dict(values["recipe"]), tuple(values["gemms"])
+        return cls(recipe, gemms, str(values["backend"]), bool(values["in_evaluation"]))
+
+    def __str__(self) -> str:
+        some = "" if self.gemms == GEMMS else f", {'+'.join(self.gemms)}"
+        return f"{self.recipe.name}, {self.backend}{some}"
+
+
+def default_recipe(device_type: str) -> Recipe:
+    """The recipe where none is named: MX on Blackwell, current scaling everywhere else."""
+    on_gpu = device_type == "cuda" and torch.cuda.is_available()
+    return MXScaling() if on_gpu and torch.cuda.get_device_capability() >= MXScaling.capability else CurrentScaling()
+
+
+def obstacle(module: nn.Module, recipe: Recipe) -> str | None:
+    """Why a module cannot compute in FP8, or ``None`` if it can."""
+    if not isinstance(module, nn.Linear):
+        return "only Linear layers compute in FP8"
+    cls = getattr(module, "_amp_base", type(module))
+    if cls.forward is not nn.Linear.forward:
+        return f"{cls.__name__} has a forward of its own"
+    if module.weight.dtype not in _FLOATS:
+        return f"its weight is stored in {str(module.weight.dtype).removeprefix('torch.')}"
+    unfit = [
+        f"{name}={size}"
+        for name, size in (("in_features", module.in_features), ("out_features", module.out_features))
+        if size % recipe.multiple or not size
+    ]
+    if unfit:
+        return f"shape: {' and '.join(unfit)} {'is' if len(unfit) == 1 else 'are'} no multiple of {recipe.multiple}"
+    return None
+
+
+def better_high(names: Iterable[str], module: nn.Module, embeddings: set[int]) -> str | None:
+    """Why a module stays in high precision unless a rule names it, or ``None``.
+
+    Args:
+        names: Its qualified names.
+        module: The module.
+        embeddings: Ids of the parameters that embeddings look up in.
+    """
+    last = {name.rpartition(".")[2] for name in names}
+    weight = module._parameters.get("weight")
+    if weight is not None and id(weight) in embeddings:
+        return "its weight is an embedding's too, and makes the logits"
+    if last & set(_HEADS):
+        return "a head makes the logits, whose differences are small"
+    if last & set(_ROUTERS):
+        return "a router's small differences decide where tokens go"
+    return None

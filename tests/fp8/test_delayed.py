@@ -1,0 +1,209 @@
+"""Delayed scaling: what enters a history and when, the scales that come of it, and that a run can be resumed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_amp_plus import AmpPrecision, PrecisionPolicy, Rule, plan
+from lightning_amp_plus.formats import E4M3, E5M2
+from lightning_amp_plus.fp8 import CurrentScaling, DelayedScaling
+from lightning_amp_plus.fp8.delayed import AmaxHistory, histories_of
+from tests.fp8.test_training import Regressor, batches, fit
+from tests.support.training import ResumableLoader, make_trainer, same, weights
+
+
+def history(**arguments: Any) -> AmaxHistory:
+    return AmaxHistory(DelayedScaling(**arguments), ["a", "b"])
+
+
+def window(of: AmaxHistory, *values: float, row: int = 0, operand: Any = "input", applied: bool = True) -> None:
+    for value in values:
+        of.note(row, operand, torch.tensor(value))
+    of.end_window(applied, None)
+
+
+def scale(of: AmaxHistory, own: float = 1.0, row: int = 0, operand: Any = "input") -> float:
+    return of.scale(row, operand, torch.tensor(own)).item()
+
+
+# -------------------------------------------------------------------- histories
+
+
+def test_a_window_is_one_entry_the_largest_of_its_micro_batches() -> None:
+    of = history(history=4)
+    window(of, 2.0, 8.0, 4.0)
+    window(of, 1.0)
+    assert of.state_dict()["a"][0].tolist() == [1.0, 8.0, 0.0, 0.0]
+    assert scale(of) == 448 / 8
+
+
+def test_the_scale_is_that_of_earlier_windows_and_forgets_beyond_the_history() -> None:
+    of = history(history=2)
+    window(of, 8.0)
+    of.note(0, "input", torch.tensor(100.0))
+    assert scale(of, own=100.0) == 56.0  # this window's amax counts from the next one on
+    of.end_window(True, None)
+    assert scale(of) == pytest.approx(4.48)
+    window(of, 1.0)
+    window(of, 1.0)
+    assert scale(of) == 448.0
+
+
+def test_the_most_recent_amax_or_the_largest_and_the_margin() -> None:
+    recent, margin = history(amax="most_recent"), history(margin=2)
+    for of in (recent, margin):
+        window(of, 8.0)
+        window(of, 2.0)
+    assert scale(recent) == 224.0 and scale(margin) == 448 / 8 / 4
+
+
+@pytest.mark.parametrize(("operand", "format"), [("input", E4M3), ("weight", E4M3), ("grad_output", E5M2)])
+def test_without_a_history_an_operand_is_scaled_by_its_own_amax(operand: Any, format: Any) -> None:
+    of = history()
+    assert scale(of, own=1e-6, operand=operand) == pytest.approx(format.max_finite / 1e-6, rel=1e-6)
+    window(of, 4.0, operand=operand)
+    assert scale(of, own=1e-6, operand=operand) == format.max_finite / 4
+    assert scale(of, own=2.0, row=1, operand=operand) == format.max_finite / 2  # the other module has none yet
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_is_not_finite_or_not_applied_or_did_not_run_enters_nothing(bad: float) -> None:
+    of = history()
+    window(of, 4.0)
+    before = of.state_dict()
+    window(of, bad)
+    window(of, 16.0, applied=False)
+    window(of, 5.0, row=1)
+    after = of.state_dict()
+    assert torch.equal(after["a"], before["a"]) and after["b"][0, 0] == 5.0 and scale(of) == 112.0
+
+
+def test_a_discarded_window_leaves_no_note() -> None:
+    of = history()
+    of.note(0, "input", torch.tensor(1e6))
+    of.discard()
+    window(of, 2.0)
+    assert of.state_dict()["a"][0].max() == 2.0
+
+
+@pytest.mark.parametrize("length", [2, 8])
+def test_a_history_of_another_length_keeps_the_newest_part(length: int) -> None:
+    of, other = history(history=4), history(history=length)
+    for value in (1.0, 2.0, 3.0, 4.0):
+        window(of, value)
+    other.load_state_dict(of.state_dict())
+    assert other.state_dict()["a"][0].tolist() == ([4.0, 3.0] if length == 2 else [4.0, 3.0, 2.0, 1.0, *[0.0] * 4])
+    assert scale(other) == 112.0
+
+
+# -------------------------------------------------------------------- in a model
+
+
+def policy(**arguments: Any) -> PrecisionPolicy:
+    return PrecisionPolicy("bf16", rules=[Rule("body.*", compute="fp8", recipe=DelayedScaling(**arguments))])
+
+
+def test_in_a_constant_run_it_is_current_scaling() -> None:
+    x, layers = torch.randn(16, 32), []
+    for recipe in (DelayedScaling(), CurrentScaling()):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(32, 32))
+        plan(model, PrecisionPolicy("bf16", rules=[Rule("0", compute="fp8", recipe=recipe)])).apply(model)
+        layers.append(model)
+    for _ in range(3):
+        outputs = [model(x) for model in layers]
+        assert torch.equal(*outputs)
+        for of in histories_of(layers[0].modules()):
+            of.end_window(True, None)
+
+
+def test_what_outgrows_its_history_saturates_once_and_then_fits() -> None:
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    nn.init.eye_(model[0].weight)
+    plan(model, PrecisionPolicy("bf16", rules=[Rule("0", compute="fp8", recipe=DelayedScaling())])).apply(model)
+    [of] = histories_of(model.modules())
+    small, large = torch.full((1, 16), 1.0), torch.full((1, 16), 8.0)
+    for x, wanted in ((small, 1.0), (large, 1.0), (large, 8.0)):
+        assert model(x)[0, 0].item() == wanted
+        of.end_window(True, None)
+
+
+def test_evaluation_and_recomputation_leave_histories_alone() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    rules = [Rule("0", compute="fp8", recipe=DelayedScaling())]
+    plan(model, PrecisionPolicy("bf16", fp8_in_evaluation=True, rules=rules)).apply(model)
+    [of] = histories_of(model.modules())
+    model(torch.ones(1, 16))
+    model.eval()
+    model(torch.full((1, 16), 100.0))
+    of.end_window(True, None)
+    assert of.state_dict()["0"][0].max() == 1.0
+
+
+def test_training_fills_every_operand_once_a_window() -> None:
+    plugin = AmpPrecision(policy(history=8))
+    _, model = fit(plugin, count=5, accumulate_grad_batches=2)
+    [of] = histories_of(model.modules())
+    for past in of.state_dict().values():
+        assert (past > 0).sum(dim=1).tolist() == [5, 5, 5]
+
+
+def test_a_skipped_window_and_an_exception_enter_nothing() -> None:
+    plugin = AmpPrecision(policy(history=8))
+    _, model = fit(plugin, Regressor(spoil=2), 5)
+    [of] = histories_of(model.modules())
+    assert (of.state_dict()["body.0"] > 0).sum(dim=1).tolist() == [4, 4, 4]
+    assert plugin.history.skipped == 1
+
+
+def test_a_resume_continues_the_histories_bit_for_bit(tmp_path: Path) -> None:
+    _, whole = fit(AmpPrecision(policy(history=4)), count=12)
+    trainer, first = fit(AmpPrecision(policy(history=4)), count=6)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["lightning_amp_plus"]
+    assert saved["fp8"]["modules"]["body.0"]["history_length"] == 4
+    [of] = histories_of(first.modules())
+    assert all(torch.equal(saved["fp8_histories"][name], past) for name, past in of.state_dict().items())
+    model = Regressor()
+    make_trainer(AmpPrecision(policy(history=4)), max_epochs=-1, max_steps=12).fit(
+        model, ResumableLoader(batches()), ckpt_path=tmp_path / "a.ckpt"
+    )
+    assert first.losses + model.losses == whole.losses and same(weights(model), weights(whole))
+    assert list(first.state_dict()) == list(Regressor().state_dict())
+
+
+def test_moving_another_module_keeps_the_histories() -> None:
+    class Moving(Regressor):
+        def on_train_batch_start(self, *_: Any) -> None:
+            if self.seen == 3:
+                plugin: Any = self.trainer.precision_plugin
+                plugin.set_route("body.2", "bf16")
+
+    plugin = AmpPrecision(policy(history=8))
+    _, model = fit(plugin, Moving(), 5)
+    [of] = histories_of(model.modules())
+    assert of.names == ["body.0"] and (of.state_dict()["body.0"] > 0).sum(dim=1).tolist() == [5, 5, 5]
+
+
+def test_a_fused_optimizer_advances_histories_without_asking_the_device() -> None:
+    class Fused(Regressor):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=3e-3, fused=True)
+
+    plugin = AmpPrecision(policy(history=8))
+    _, model = fit(plugin, Fused(spoil=2), 5)
+    [of] = histories_of(model.modules())
+    assert (of.state_dict()["body.0"] > 0).sum(dim=1).tolist() == [4, 4, 4]
+
+
+def test_a_delayed_run_learns() -> None:
+    _, model = fit(AmpPrecision(policy()), count=60)
+    losses = Tensor(model.losses)
+    assert losses[-10:].mean() < 0.3 * losses[:3].mean()

@@ -1,0 +1,228 @@
+"""FP8 as a policy asks for it: which layers, why the others not, and that the model stays what it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from lightning_amp_plus import PrecisionPolicy, Rule, plan
+from lightning_amp_plus.fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, RowwiseScaling
+from lightning_amp_plus.fp8.switch import switch_fp8
+from lightning_amp_plus.routing import RoutePlan, undo
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(32, 32)
+            self.block = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False))
+            self.router = nn.Linear(32, 16)
+            self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+            self.head = nn.Linear(32, 32)
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.embedding(tokens)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(self.block(x))
+
+
+def fp8(**arguments: Any) -> PrecisionPolicy:
+    return PrecisionPolicy("fp8", **arguments)
+
+
+def computes(routes: RoutePlan) -> dict[str, str]:
+    return {route.name: route.compute for route in routes.routes}
+
+
+def loss_of(model: nn.Module) -> Any:
+    tokens = torch.arange(64).reshape(2, 32) % 32
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(tokens).float().square().mean()
+
+
+# -------------------------------------------------------------------- which, and why
+
+
+def test_linear_layers_compute_in_fp8_and_every_other_module_says_why_not() -> None:
+    routes = plan(Net(), fp8())
+    assert [name for name, compute in computes(routes).items() if compute == "fp8"] == ["block.1", "block.3"]
+    assert "only Linear layers" in routes["block.0"].reason and "only Linear layers" in routes["embedding"].reason
+    assert "router" in routes["router"].reason and "logits" in routes["head"].reason
+    assert "MultiheadAttention" in routes["attention.out_proj"].reason
+    row = routes["block.1"]
+    assert (row.input, row.weight, row.output, row.accumulator, row.params) == ("e4m3", "e4m3", "bf16", "fp32", "fp32")
+    assert "current, reference" in str(routes)
+
+
+def test_a_layer_that_a_rule_names_computes_in_fp8_whatever_its_name() -> None:
+    routes = plan(Net(), PrecisionPolicy("bf16", rules=[Rule("head", compute="fp8", recipe="rowwise")]))
+    assert [name for name, compute in computes(routes).items() if compute == "fp8"] == ["head"]
+    assert routes["head"].fp8 is not None and routes["head"].fp8.recipe == RowwiseScaling()
+
+
+def test_a_rule_on_a_container_reaches_the_linear_layers_in_it() -> None:
+    routes = plan(Net(), PrecisionPolicy("bf16", rules=[Rule("block", compute="fp8", recipe=BlockScaling())]))
+    assert computes(routes)["block.1"] == computes(routes)["block.3"] == "fp8" and computes(routes)["block"] == "bf16"
+    assert "inherited from 'block'" in routes["block.1"].reason
+
+
+def test_a_rule_takes_a_layer_out_of_fp8() -> None:
+    routes = plan(Net(), fp8(rules=[Rule("block.3", compute="bf16", reason="too sensitive")]))
+    assert computes(routes)["block.3"] == "bf16" and computes(routes)["block.1"] == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (fp8(), ["The policy asks for FP8", "no module", "in_features=4"]),
+        (PrecisionPolicy("bf16", rules=[Rule("0", compute="fp8")]), ["Rule '0'", "in_features=4", "fallback='bf16'"]),
+        (PrecisionPolicy("bf16", rules=[Rule("type:Linear", compute="fp8")]), ["Rule 'type:Linear'", "no module"]),
+        (PrecisionPolicy("bf16", rules=[Rule("type:ReLU", compute="fp8")]), ["Rule 'type:ReLU'", "only Linear"]),
+    ],
+    ids=["the policy", "a rule by name", "a rule by class", "a rule on what is no Linear"],
+)
+def test_fp8_that_would_run_nowhere_is_an_error(policy: PrecisionPolicy, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), policy)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_fallback_that_the_policy_allows_is_listed_with_its_reason() -> None:
+    policy = PrecisionPolicy("fp8", fallback="bf16", rules=[Rule("0", compute="fp8")])
+    routes = plan(nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 32)), policy)
+    assert computes(routes) == {"": "bf16", "0": "bf16", "1": "fp8"}
+    assert routes["0"].reason == "shape: in_features=4 is no multiple of 16"
+
+
+def test_mx_asks_for_multiples_of_32() -> None:
+    rules = [Rule("type:Linear", compute="fp8", recipe=MXScaling())]
+    routes = plan(nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 64)), PrecisionPolicy("bf16", rules=rules))
+    assert computes(routes)["0"] == "bf16" and "no multiple of 32" in routes["0"].reason
+    assert computes(routes)["1"] == "fp8"
+
+
+def test_what_is_not_there_yet_is_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="fp8_when_stable"):
+        plan(Net(), fp8(fp8_when_stable=True))
+
+
+def test_fp16_around_fp8_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"FP8 in a rule.*compute='bf16'"):
+        PrecisionPolicy("fp16", rules=[Rule("block", compute="fp8")])
+
+
+def test_a_linear_with_a_forward_of_its_own_stays_as_it_is() -> None:
+    class Lora(nn.Linear):
+        def forward(self, input: Any) -> Any:
+            return super().forward(input) + 1
+
+    routes = plan(nn.Sequential(Lora(32, 32), nn.Linear(32, 32)), fp8())
+    assert computes(routes)["0"] == "bf16" and "Lora has a forward of its own" in routes["0"].reason
+
+
+def test_a_plan_with_fp8_comes_back_from_json_and_can_be_applied() -> None:
+    routes = plan(
+        Net(), fp8(rules=[Rule("block.1", recipe=RowwiseScaling(weight_grad="high"), gemms=["fprop", "wgrad"])])
+    )
+    again = RoutePlan.from_json(routes.to_json())
+    assert again == routes
+    assert routes["block.1"].fp8 is not None and routes["block.1"].fp8.gemms == ("fprop",)
+    again.apply(Net())
+    assert json.loads(json.dumps(routes.describe()))["fp8"]["block.3"]["recipe"]["name"] == "current"
+
+
+# -------------------------------------------------------------------- the model stays what it is
+
+
+def test_conversion_keeps_names_parameters_hooks_flags_and_state() -> None:
+    model = Net()
+    model.block[1].weight.requires_grad_(False)
+    seen: list[int] = []
+    model.block[3].register_forward_hook(lambda *_: seen.append(1))
+    before, names = dict(model.named_parameters()), list(model.state_dict())
+    plan(model, fp8()).apply(model)
+    assert list(model.state_dict()) == names
+    after = dict(model.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert isinstance(model.block[1], nn.Linear) and not model.block[1].weight.requires_grad
+    loss_of(model).backward()
+    assert seen == [1] and model.block[1].weight.grad is None and model.block[3].weight.grad is not None
+    assert "compute=fp8 (current, reference)" in repr(model.block[1])
+    undo(model)
+    assert type(model.block[1]) is nn.Linear
+
+
+def test_a_root_that_is_a_linear_converts() -> None:
+    layer = nn.Linear(32, 32)
+    plan(layer, fp8()).apply(layer)
+    assert "fp8" in repr(layer) and layer(torch.randn(3, 32)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_compute_in_fp8_too(copied: Any) -> None:
+    model = Net()
+    plan(model, fp8()).apply(model)
+    assert torch.equal(loss_of(copied(model)), loss_of(model))
+
+
+def test_training_is_fp8_and_evaluation_is_bf16_unless_asked() -> None:
+    plain, model, asked = Net(), Net(), Net()
+    plan(plain, PrecisionPolicy("bf16")).apply(plain)
+    plan(model, fp8()).apply(model)
+    plan(asked, fp8(fp8_in_evaluation=True)).apply(asked)
+    assert not torch.equal(loss_of(model), loss_of(plain)) and torch.equal(loss_of(model), loss_of(asked))
+    assert loss_of(model).item() == pytest.approx(loss_of(plain).item(), rel=0.05)
+    for net in (plain, model, asked):
+        net.eval()
+    assert torch.equal(loss_of(model), loss_of(plain)) and not torch.equal(loss_of(asked), loss_of(plain))
+
+
+def test_fp8_can_be_switched_off_and_on_again() -> None:
+    plain, model = Net(), Net()
+    plan(plain, PrecisionPolicy("bf16")).apply(plain)
+    plan(model, fp8()).apply(model)
+    in_fp8 = loss_of(model)
+    assert switch_fp8(model, on=False) == 2 and torch.equal(loss_of(model), loss_of(plain))
+    assert switch_fp8(model, on=True) == 2 and torch.equal(loss_of(model), in_fp8)
+
+
+def test_a_shared_layer_is_one_layer_and_a_parametrized_one_computes_from_what_it_makes() -> None:
+    shared = nn.Linear(32, 32)
+    model = nn.ModuleDict({"a": shared, "b": shared, "c": parametrizations.weight_norm(nn.Linear(32, 32))})
+    routes = plan(model, fp8())
+    routes.apply(model)
+    assert model["a"] is model["b"] and computes(routes) == {
+        **{"": "bf16", "a": "fp8", "b": "fp8", "c": "fp8"},
+        **{name: "bf16" for name in computes(routes) if name.startswith("c.")},
+    }
+    x = torch.randn(4, 32)
+    model["c"](model["b"](model["a"](x))).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling()], ids=repr)
+def test_a_compiled_model_has_no_graph_break_and_gives_the_same(recipe: Any) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    plan(model, PrecisionPolicy("bf16", rules=[Rule("type:Linear", compute="fp8", recipe=recipe)])).apply(model)
+    x = torch.randn(4, 32)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compiled(x), model(x))
+
+
+def test_recipes_differ_in_what_they_compute() -> None:
+    losses = set()
+    for recipe in (CurrentScaling(), CurrentScaling(power_of_two=True), RowwiseScaling(power_of_two=False)):
+        model = Net()
+        plan(model, PrecisionPolicy("bf16", rules=[Rule("block", compute="fp8", recipe=recipe)])).apply(model)
+        losses.add(loss_of(model).item())
+    assert len(losses) == 3
