@@ -6,7 +6,7 @@ STAMP := .venv/.setup-done
 # The locked version, so that it is written down once.
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
-.PHONY: setup demo test lint types bench clean
+.PHONY: setup demo demo-fp8 test lint types bench clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -21,6 +21,9 @@ $(STAMP): constraints.txt pyproject.toml
 
 demo: setup
 	$(BIN)/python examples/train_text.py
+
+demo-fp8: setup
+	$(BIN)/python examples/fp8_text.py
 
 lint: setup
 	$(BIN)/ruff check
