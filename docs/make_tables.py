@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_amp_plus.checkpoint.compatibility import TABLE
+from lightning_amp_plus.checkpoint.rules import TABLE
 
 PAGE = Path(__file__).with_name("checkpoints.md")
 BEGIN, END = "<!-- fields: made by docs/make_tables.py -->", "<!-- end of fields -->"

@@ -614,11 +614,12 @@ class AmpPrecision(FSDPPrecision):
             return
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._contract.resume.hold_saves(trainer)
+        resume = self._contract.resume
+        resume.saves.hold(trainer)
         judgment, document = self._contract.judged(trainer, checkpoint)
         self._take(judgment, document)
         self._contract.take_moment(trainer, judgment, document, self._named_parameters())
-        self._contract.resume.release_saves(trainer)
+        resume.when_training_starts(trainer, resume.saves.release)
         if CHECKPOINT_KEY not in checkpoint and self.scaler is not None and judgment.manifest.scaler is None:
             _warn(
                 "The checkpoint holds no state of lightning_amp_plus (it was written without AmpPrecision), so the "

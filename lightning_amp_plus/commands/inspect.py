@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_amp_plus.checkpoint.compatibility import scaler_fault
 from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY, Manifest
+from lightning_amp_plus.checkpoint.rules import scaler_fault
 from lightning_amp_plus.checkpoint.saved import SavedPrecision, saved_precision
 from lightning_amp_plus.commands.routes import UNKNOWN, Rows, folded, moves_tables, route_tables
 from lightning_amp_plus.commands.run_config import UsageError, one_line

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import Module
 
 from lightning_amp_plus.checkpoint import random_state
-from lightning_amp_plus.checkpoint.compatibility import UNCLEAN, scaler_fault
 from lightning_amp_plus.checkpoint.environment import versions
 from lightning_amp_plus.checkpoint.gradients import gather_gradients, put_back
 from lightning_amp_plus.checkpoint.manifest import (
@@ -30,6 +29,7 @@ from lightning_amp_plus.checkpoint.manifest import (
     WindowPosition,
 )
 from lightning_amp_plus.checkpoint.migrations import document_of, upgrade
+from lightning_amp_plus.checkpoint.rules import UNCLEAN, scaler_fault
 from lightning_amp_plus.checkpoint.saved import SavedPrecision
 from lightning_amp_plus.errors import IncompatiblePrecisionError
 from lightning_amp_plus.integration.describe import sections_of

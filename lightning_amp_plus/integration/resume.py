@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from lightning_amp_plus.checkpoint.saved import SavedPrecision, saved_precision
 from lightning_amp_plus.errors import IncompatiblePrecisionError
 from lightning_amp_plus.integration.instance_hooks import InstanceHooks
 from lightning_amp_plus.integration.loops import at_epoch_start
+from lightning_amp_plus.integration.saves import HeldSaves
 
 CheckWeights = bool | Literal["auto"]
 
@@ -80,11 +81,11 @@ class Resume:
         self._precheck = precheck
         self._warn = warn
         self._hooks = InstanceHooks()
+        self.saves = HeldSaves()
         self._awaiting_loader = False
         self.waiting_states: dict[str, Tensor] | None = None
         self.store_gradients = False
         self._guarding: Any = None
-        self._holding = False
         self.judgment: Judgment | None = None
 
     # ---------------------------------------------------------------- before anything is touched
@@ -101,14 +102,14 @@ class Resume:
     def close(self) -> None:
         """Takes back what was wrapped; the run is over."""
         self._hooks.undo()
+        self.saves.close()
         self.judgment = self._guarding = None
-        self._holding = False
 
     def _guarded(self, trainer: Any, load: Callable[..., Any]) -> Callable[..., Any]:
         def load_checkpoint(checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
             path = trainer.strategy.broadcast(checkpoint_path)
             if trainer.state.fn == TrainerFn.FITTING:
-                self.hold_saves(trainer)
+                self.saves.hold(trainer)
             saved = self._read(trainer, path)
             if saved is not None:  # else there is no such file, and Lightning says so
                 self.judgment = self._judge(trainer, saved)
@@ -201,44 +202,6 @@ class Resume:
         unused = [name for name in self.allow if name not in needed and name not in _JUDGED_LATER]
         if unused:
             rank_zero_info(f"AmpPrecision(allow={unused!r}) was not needed for {saved.path}.")
-
-    def hold_saves(self, trainer: Any) -> None:
-        """Nothing is saved on an exception until training starts.
-
-        Callbacks that save then would overwrite the refused file, or one that could not be restored, with an untrained
-        model, and ModelCheckpoint would remove older ones for it.
-        """
-        if self._holding:
-            return
-        self._holding = True
-
-        def unless_begun(on_exception: Callable[..., Any]) -> Callable[..., Any]:
-            def saving(*args: Any, **kwargs: Any) -> Any:
-                if not self._holding:
-                    return on_exception(*args, **kwargs)
-                rank_zero_info("Nothing is saved: the run failed before it began, and nothing was trained.")
-
-            return saving
-
-        def unless_interrupted(save: Callable[..., Any]) -> Callable[..., Any]:
-            def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> Any:
-                if not self._holding or trainer.state.status != TrainerStatus.INTERRUPTED:
-                    return save(filepath, *args, **kwargs)
-                rank_zero_info(f"Not saved: {filepath}. The run failed before it began, and nothing was trained.")
-
-            return save_checkpoint
-
-        for callback in trainer.checkpoint_callbacks:
-            self._hooks.wrap(callback, "on_exception", unless_begun)
-        self._hooks.wrap(trainer, "save_checkpoint", unless_interrupted)
-
-    def release_saves(self, trainer: Any) -> None:
-        """Lets saves through again once everything that is to happen before the first batch has happened."""
-
-        def release() -> None:
-            self._holding = False
-
-        self.when_training_starts(trainer, release)
 
     # ---------------------------------------------------------------- loaded, not yet restored
 

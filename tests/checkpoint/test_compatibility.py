@@ -9,12 +9,10 @@ import pytest
 
 from lightning_amp_plus import AmpPrecision
 from lightning_amp_plus.checkpoint.compatibility import (
-    TABLE,
     Finding,
     compare,
     in_evaluation,
     refusals,
-    scaler_fault,
     waive,
 )
 from lightning_amp_plus.checkpoint.findings_table import (
@@ -25,6 +23,7 @@ from lightning_amp_plus.checkpoint.findings_table import (
     rich_table,
 )
 from lightning_amp_plus.checkpoint.manifest import Manifest
+from lightning_amp_plus.checkpoint.rules import TABLE, scaler_fault
 from tests.support.manifests import DELETED, IMPOSSIBLE_SCALERS, document, manifest, route, scaler_state
 
 

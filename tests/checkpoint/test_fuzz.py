@@ -19,10 +19,11 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lightning_amp_plus.checkpoint.compatibility import compare, scaler_fault
+from lightning_amp_plus.checkpoint.compatibility import compare
 from lightning_amp_plus.checkpoint.findings_table import conversions_text, notes_text, refusal_text
 from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY, TENSOR_PARTS, Manifest
 from lightning_amp_plus.checkpoint.migrations import upgrade
+from lightning_amp_plus.checkpoint.rules import scaler_fault
 from lightning_amp_plus.checkpoint.saved import SavedPrecision, saved_precision
 from lightning_amp_plus.checkpoint.sidecar import sidecar_of
 from lightning_amp_plus.errors import IncompatiblePrecisionError
