@@ -29,9 +29,9 @@ def policy_of(name: str, recipe: str) -> PrecisionPolicy:
     return PrecisionPolicy("bf16", rules=[Rule("blocks", compute="fp8", recipe=recipe)])
 
 
-def train(name: str, recipe: str, steps: int) -> tuple[ByteTransformer, float]:
-    pl.seed_everything(1, verbose=False)
-    model, data = ByteTransformer(), StandardLibrary()
+def train(name: str, recipe: str, steps: int, seed: int) -> tuple[ByteTransformer, float]:
+    pl.seed_everything(seed, verbose=False)
+    model, data = ByteTransformer(), StandardLibrary(seed=seed)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -82,6 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--recipe", default="current", choices=["current", "rowwise", "block", "mx"])
+    parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     losses = Table(title=f"After {arguments.steps} steps")
     for column in ("precision", "validation bits per byte", "over BF16"):
@@ -89,7 +90,7 @@ def main() -> None:
     results = {}
     for name in ("32-true", "bf16-mixed", "fp8-mixed"):
         with console.status(f"training in {name}"):
-            results[name] = train(name, arguments.recipe, arguments.steps)
+            results[name] = train(name, arguments.recipe, arguments.steps, arguments.seed)
     for name, (_, bits) in results.items():
         losses.add_row(name, f"{bits:.3f}", f"{bits / results['bf16-mixed'][1]:.3f}")
     console.print(losses)

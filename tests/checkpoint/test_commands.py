@@ -25,7 +25,7 @@ from lightning_amp_plus.cli import main
 from lightning_amp_plus.commands.routes import folded
 from tests.support.manifests import checkpoint, document
 from tests.support.models import TinyRegressor, adamw, sgd
-from tests.support.training import amp_fp16, fit, loader, make_trainer, regression_batches, stock_fp16
+from tests.support.training import PLAIN_TYPES_ONLY, amp_fp16, fit, loader, make_trainer, regression_batches, stock_fp16
 
 BOXES = set("━─│┃┏┡└╇")
 MODEL = "model: tests.support.models.TinyRegressor\n"
@@ -466,7 +466,7 @@ def test_check_prints_what_to_allow_and_a_fit_then_goes_on(capsys: pytest.Captur
     fields = json.loads(printed(capsys, "check", saved.fp16, "--config", config(bf16), "--json", code=1))["allow"]
     for names, goes_on in (((), False), (fields, True)):
         trainer = make_trainer(AmpPrecision("bf16-mixed", allow=names), max_epochs=2, callbacks=[PrecisionCheckpoint()])
-        options: dict[str, Any] = {"ckpt_path": saved.fp16, "weights_only": True}
+        options: dict[str, Any] = {"ckpt_path": saved.fp16, **PLAIN_TYPES_ONLY}
         if goes_on:
             trainer.fit(TinyRegressor(adamw), loader(regression_batches(12)), **options)
         else:

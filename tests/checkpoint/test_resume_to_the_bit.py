@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, OnExceptionCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset, random_split
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -39,6 +40,17 @@ from tests.support.resuming import (
 from tests.support.training import ResumableLoader, regression_batches, stock_fp16
 
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
+
+
+# Lightning has them from 2.6 on.
+AVERAGES = {
+    name: make
+    for name, make in {
+        "mean": getattr(L.callbacks, "WeightAveraging", None),
+        "ema": partial(getattr(L.callbacks, "EMAWeightAveraging", list), decay=0.8),
+    }.items()
+    if hasattr(L.callbacks, "WeightAveraging")
+}
 
 
 def stateful(**arguments: Any) -> tuple[Any, Any]:
@@ -385,7 +397,7 @@ def test_learning_rate_schedulers_go_on(
 
 @pytest.mark.parametrize(("loaders", "save", "places"), PLACES)
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("averaging", [WeightAveraging, lambda: EMAWeightAveraging(decay=0.8)], ids=["mean", "ema"])
+@pytest.mark.parametrize("averaging", AVERAGES.values(), ids=AVERAGES)
 def test_averages_of_weights_go_on(
     tmp_path: Path, averaging: Any, accumulate: int, loaders: Any, save: Any, places: tuple[int, ...]
 ) -> None:
@@ -520,7 +532,7 @@ def test_with_save_window_a_window_goes_on_with_its_gradients(tmp_path: Path, pr
 def test_a_window_goes_on_beside_an_average_of_weights(tmp_path: Path) -> None:
     training = Training(
         loaders=stateful,
-        callbacks=lambda: [*window_saved(), EMAWeightAveraging(decay=0.8)],
+        callbacks=lambda: [*window_saved(), *(AVERAGES[name]() for name in AVERAGES if name == "ema")],
         arguments={"accumulate_grad_batches": 3},
     )
     assert went_on(training, tmp_path, after(1, 4, 8)) == exact(1, 4, 8)
