@@ -3,10 +3,11 @@
 import difflib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from lightning_amp_plus.fp8.recipes import Recipe
 from lightning_amp_plus.fp8.reference import GEMMS
 from lightning_amp_plus.fp8.selection import Fp8Route, better_high, default_recipe, obstacle
 from lightning_amp_plus.policy import PrecisionPolicy, Rule
@@ -33,7 +34,7 @@ class _Wish(NamedTuple):
         compute: The format, FP8 included.
         rule: The deciding rule, if any.
         reason: Why.
-        own: Whether the rule names this very module.
+        own: Whether the rule names this very module, rather than meeting it by a glob or its class.
     """
 
     compute: str
@@ -125,16 +126,20 @@ def decide(
             decided[id(module)] = _of_captive(name, rules, names.aliases[id(module)], parent)
         else:
             around = wishes.get(id(names.module[parent_name])) if parent is not None else None
-            wish = wishes[id(module)] = _wish(rules, around, parent_name, policy)
+            wish = wishes[id(module)] = _wish(rules, around, parent_name, policy, names.aliases[id(module)])
             decided[id(module)] = fp8.of(module, wish)
     fp8.refuse_wishes_that_came_to_nothing()
     return {name: decided[id(module)] for name, module in names.module.items()}, tuple(dict.fromkeys(kept))
 
 
-def _wish(rules: list[Rule], around: _Wish | None, parent_name: str, policy: PrecisionPolicy) -> _Wish:
+def _wish(
+    rules: list[Rule], around: _Wish | None, parent_name: str, policy: PrecisionPolicy, aliases: list[str]
+) -> _Wish:
     if rules:
         rule = rules[-1]
-        return _Wish(rule.compute or policy.compute, rule, rule.reason or f"matches {rule.match!r}", True)
+        # `*.lm_head` names every head; `blocks.*` and `type:Linear` name nothing in particular.
+        own = any(alias.rpartition(".")[2] == rule.match.rpartition(".")[2] for alias in aliases)
+        return _Wish(rule.compute or policy.compute, rule, rule.reason or f"matches {rule.match!r}", own)
     if around is not None and around.rule is not None:
         inherited = around.reason.startswith("inherited")
         reason = around.reason if inherited else f"inherited from {parent_name!r}: {around.reason}"
@@ -161,7 +166,8 @@ class _Fp8Choice:
         match = "" if rule is None else rule.match
         if wish.compute != "fp8":
             return Decision(wish.compute, match, wish.reason, False)
-        recipe = rule.recipe if rule is not None and rule.recipe is not None else default_recipe(self._device_type)
+        given = None if rule is None else rule.recipe
+        recipe = default_recipe(self._device_type) if given is None else Recipe.of(given)
         aliases = self._names.aliases[id(module)]
         why = obstacle(module, recipe)
         named = rule is not None and rule.match in aliases and not any(True for _ in module.children())
@@ -173,7 +179,8 @@ class _Fp8Choice:
         if why is None and not wish.own:
             why = better_high(aliases, module, self._embeddings)
         if why is not None:
-            self._denied.setdefault(rule, []).append(f"{aliases[0] or '(model)'}: {why}")
+            if not any(True for _ in module.children()):  # of a container it is what is inside that counts
+                self._denied.setdefault(rule, []).append(f"{aliases[0] or '(model)'}: {why}")
             return Decision(self._policy.base_compute, match, why, False)
         self._granted.add(rule)
         gemms = rule.gemms if rule is not None and rule.gemms is not None else GEMMS
@@ -192,8 +199,8 @@ class _Fp8Choice:
             if rule is not None and self._policy.fallback == "bf16":
                 continue  # listed in the plan, as the policy allows
             linear = [reason for reason in reasons if "only Linear layers" not in reason]
-            if rule is None and self._granted and not linear:
-                continue  # every Linear is named by a rule
+            if rule is None and self._granted:
+                continue  # what can be in FP8 is there by a rule
             asked = "The policy" if rule is None else f"Rule {rule.match!r}"
             raise ValueError(
                 f"{asked} asks for FP8, but no module would compute in it ({'; '.join((linear or reasons)[:4])}). Widen "
@@ -219,6 +226,16 @@ def compute_of(module: nn.Module, name: str | None, policy: PrecisionPolicy) -> 
             if rule.compute is not None and known and matches(rule, level, module):
                 compute = "bf16" if rule.compute == "fp8" else rule.compute
     return compute
+
+
+def fp8_settings(policy: PrecisionPolicy, name: str) -> dict[str, Any]:
+    """Recipe and GEMMs of the last rule on a module, or on one around it, that names an FP8 setting; plain types."""
+    levels = [name, *(name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1))]
+    for rule in reversed(policy.rules):
+        if (rule.recipe is not None or rule.gemms is not None) and any(fnmatchcase(n, rule.match) for n in levels):
+            recipe = None if rule.recipe is None else Recipe.of(rule.recipe).to_dict()
+            return {"recipe": recipe, "gemms": None if rule.gemms is None else list(rule.gemms)}
+    return {}
 
 
 def _modules_of(rule: Rule, names: ModelNames) -> set[int]:

@@ -48,7 +48,7 @@ class Rule:
 
     match: str
     compute: ComputeFormat | None = None
-    recipe: Recipe | None = None
+    recipe: Recipe | str | dict[str, Any] | None = None
     gemms: Sequence[Gemm] | None = None
     reason: str = ""
 
@@ -239,7 +239,7 @@ class PrecisionPolicy:
         plain["rules"] = [asdict(rule) for rule in self.rules]
         for rule, described in zip(self.rules, plain["rules"], strict=True):
             described["gemms"] = None if rule.gemms is None else list(rule.gemms)
-            described["recipe"] = None if rule.recipe is None else rule.recipe.to_dict()
+            described["recipe"] = None if rule.recipe is None else Recipe.of(rule.recipe).to_dict()
         return plain
 
     @classmethod

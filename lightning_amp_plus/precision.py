@@ -50,7 +50,7 @@ from lightning_amp_plus.integration.sharding import (
 from lightning_amp_plus.integration.strategies import consensus_of, device_type, refuse_strategy
 from lightning_amp_plus.integration.throughput import correct_throughput_monitors
 from lightning_amp_plus.integration.windows import closes_window, closing_window, starts_window
-from lightning_amp_plus.matching import compute_of
+from lightning_amp_plus.matching import compute_of, fp8_settings
 from lightning_amp_plus.policy import ComputeFormat, PrecisionPolicy, Rule
 from lightning_amp_plus.routing import RoutePlan, plan
 from lightning_amp_plus.scaling.loss_scale import LossScale
@@ -222,9 +222,12 @@ class AmpPrecision(FSDPPrecision):
         Rule(prefix, compute=compute)  # for its errors
         trainer = getattr(self._module, "_trainer", None)
         step = None if trainer is None else int(trainer.global_step)
-        moves: tuple[Move, ...] = (Move(match=prefix, compute=compute, reason=why, step=step),)
+        into: dict[str, Any] = {"compute": compute, "reason": why, "step": step}
+        if compute == "fp8":  # as the policy would have it there
+            into |= fp8_settings(self.policy, module_name)
+        moves: tuple[Move, ...] = (Move(match=prefix, **into),)
         if any(name.startswith(f"{module_name}.") for name in names):
-            moves += (Move(match=f"{prefix}.*", compute=compute, reason=why, step=step),)
+            moves += (Move(match=f"{prefix}.*", **into),)
         self._apply_plan(self._module, self._moves + moves)
         self._moves += moves
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_amp_plus.autocast_probe import UNKNOWN, Probe, Region, probe
 from lightning_amp_plus.casts import BITS_16, DTYPES, dtype_name
-from lightning_amp_plus.fp8.delayed import attach_histories
+from lightning_amp_plus.fp8.delayed import attach_histories, forget_history
 from lightning_amp_plus.fp8.recipes import Operand, Recipe
 from lightning_amp_plus.fp8.selection import Fp8Route
 from lightning_amp_plus.matching import Decision, ModelNames, clean_name, decide
@@ -248,7 +248,8 @@ def apply(plan: RoutePlan, model: nn.Module, storage: bool = True) -> None:
     _check_same_modules(plan, names)
     routed = _routed_modules(names, {route.name: route.compute for route in plan.routes}, plan.policy)
     fp8 = {id(names.module[route.name]): route.fp8 for route in plan.routes}
-    undo(model)
+    for module in model.modules():
+        unroute_module(module)  # histories stay, for the new routes to take up
     if storage:
         convert_storage(model, plan)
     attach_histories(names.module, {route.name: route.fp8.recipe for route in plan.routes if route.fp8 is not None})
@@ -260,6 +261,7 @@ def undo(model: nn.Module) -> None:
     """Takes all routes out of a model; its classes are then as before. Converted storage stays converted."""
     for module in model.modules():
         unroute_module(module)
+        forget_history(module)
 
 
 def _route(name: str, module: nn.Module, decision: Decision, policy: PrecisionPolicy, device_type: str) -> Route:

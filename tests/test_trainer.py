@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 
 from lightning_amp_plus import AmpPrecision, LossScale, PrecisionPolicy, Rule, Trainer
+from lightning_amp_plus.fp8 import DelayedScaling
 
 
 def make(**arguments: Any) -> Trainer:
@@ -215,3 +216,26 @@ plugins:
 """
     with pytest.raises(ValueError, match="given twice"):
         from_yaml(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "delayed",
+        "{name: delayed, history: 1024}",
+        "{class_path: lightning_amp_plus.fp8.DelayedScaling, init_args: {history: 1024}}",
+    ],
+)
+def test_cli_takes_an_fp8_recipe_by_name_as_a_mapping_and_as_a_class(tmp_path: Path, recipe: str) -> None:
+    trainer = from_yaml(
+        tmp_path,
+        f"""
+precision:
+  compute: bf16
+  rules:
+    - match: layer
+      compute: fp8
+      recipe: {recipe}
+""",
+    )
+    assert plugin_of(trainer).policy.rules[0].recipe == DelayedScaling()

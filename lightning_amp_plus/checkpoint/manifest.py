@@ -21,7 +21,7 @@ from lightning_amp_plus.errors import IncompatiblePrecisionError
 CHECKPOINT_KEY = "lightning_amp_plus"
 SCHEMA_VERSION = 2
 
-TENSOR_PARTS = ("master_weights", "random_state", "gradients", "fp8_histories")
+TENSOR_PARTS = ("master_weights", "random_state", "gradients", "fp8_histories", "fp8_noted")
 
 
 class _Section(BaseModel):
@@ -58,12 +58,16 @@ class Move(_Section):
         compute: The format it was moved to.
         reason: Why.
         step: The Trainer's ``global_step`` when it was moved.
+        recipe: Into FP8: the recipe in plain form; ``None`` for the default one.
+        gemms: Into FP8: which GEMMs; ``None`` for all.
     """
 
     match: str
     compute: Literal["fp32", "bf16", "fp16", "fp8"]
     reason: str = ""
     step: int | None = None
+    recipe: dict[str, Any] | None = None
+    gemms: list[str] | None = None
 
 
 class OptimizerEntry(_Section):

@@ -34,17 +34,28 @@ class AmaxHistory:
         self.names = list(names)
         shape = (len(self.names), len(OPERANDS))
         self._past = torch.zeros(*shape, recipe.history)  # newest first; 0 where nothing is
-        self._noted = torch.zeros(shape)
         self._scales = torch.zeros(shape)  # 0 where there is no history
+        # A tensor for each operand of each layer: torch.compile guards what one graph notes against what another one does.
+        self._noted = [[torch.zeros(()) for _ in OPERANDS] for _ in self.names]
 
     def note(self, row: int, operand: Operand, amax: Tensor) -> None:
         """Takes the amax of one operand of one micro-batch; without a transfer."""
-        if self._noted.device != amax.device:
-            self._past, self._noted, self._scales = (
-                tensor.to(amax.device) for tensor in (self._past, self._noted, self._scales)
-            )
-        place = self._noted[row, OPERANDS.index(operand)]
+        column = OPERANDS.index(operand)
+        place = self._noted[row][column]
+        if place.device != amax.device:
+            place = self._noted[row][column] = place.to(amax.device)
         place.copy_(torch.maximum(place, amax.detach().reshape(())))
+
+    def noted(self) -> Tensor:
+        """What was noted in the open window, ``[modules, operands]``."""
+        device = next((place.device for row in self._noted for place in row if place.device.type != "cpu"), None)
+        return torch.stack([torch.stack([place.to(device or place.device) for place in row]) for row in self._noted])
+
+    def note_again(self, noted: Mapping[str, Tensor]) -> None:
+        """Takes notes of an open window by module name: those of a checkpoint, or of an earlier plan."""
+        for row, name in enumerate(self.names):
+            if name in noted:
+                self._noted[row] = list(noted[name].clone().unbind())
 
     def scale(self, row: int, operand: Operand, amax: Tensor) -> Tensor:
         """The scale of this window, of the shape of ``amax``; from ``amax`` itself where there is no history."""
@@ -60,14 +71,16 @@ class AmaxHistory:
             applied: Whether the window's step was applied; 0-dim where only the device knows.
             reduce_max: Makes a tensor the largest over ranks, in place; every rank has to call this then.
         """
+        noted = self.noted()
         if reduce_max is not None and self.recipe.reduce_amax:
-            noted = self._noted.nan_to_num(nan=float("inf"))  # a maximum over ranks may lose a NaN
+            noted = noted.nan_to_num(nan=float("inf"))  # a maximum over ranks may lose a NaN
             reduce_max(noted)
-            self._noted.copy_(noted)
-        enters = (self._noted > 0) & torch.isfinite(self._noted) & torch.as_tensor(applied, device=self._noted.device)
-        older = torch.cat([self._noted.unsqueeze(-1), self._past[..., :-1]], dim=-1)
+        if self._past.device != noted.device:
+            self._past, self._scales = self._past.to(noted.device), self._scales.to(noted.device)
+        enters = (noted > 0) & torch.isfinite(noted) & torch.as_tensor(applied, device=noted.device)
+        older = torch.cat([noted.unsqueeze(-1), self._past[..., :-1]], dim=-1)
         self._past = torch.where(enters.unsqueeze(-1), older, self._past)
-        self._noted.zero_()
+        self.discard()
         self._rescale()
 
     def _rescale(self) -> None:
@@ -78,8 +91,8 @@ class AmaxHistory:
             self._scales[:, column] = torch.where(newest[:, column] > 0, scale, 0.0)
 
     def discard(self) -> None:
-        """Forgets what was noted in a window that an exception ended."""
-        self._noted.zero_()
+        """Forgets what was noted in the open window."""
+        torch._foreach_zero_([place for row in self._noted for place in row])
 
     def state_dict(self) -> dict[str, Tensor]:
         """Each module's history by name, ``[3, history]``, newest first; operands in the order of ``OPERANDS``."""
@@ -123,6 +136,11 @@ def slot_of(module: nn.Module) -> Slot | None:
     return slot if slot is None or module.training else replace(slot, noting=False)
 
 
+def forget_history(module: nn.Module) -> None:
+    """Takes a module's place in a history away."""
+    vars(module).pop(SLOT, None)
+
+
 def histories_of(modules: Iterable[nn.Module]) -> list[AmaxHistory]:
     """The histories that modules have their places in, each once."""
     found = {id(slot.history): slot.history for module in modules if (slot := vars(module).get(SLOT)) is not None}
@@ -136,9 +154,9 @@ def attach_histories(modules: Mapping[str, nn.Module], recipes: Mapping[str, Rec
         modules: The model's modules by qualified name.
         recipes: Recipe of each module in FP8, by qualified name.
     """
-    known: dict[str, Tensor] = {}
-    for history in histories_of(modules.values()):
-        known |= history.state_dict()
+    before = histories_of(modules.values())
+    known = {name: past for history in before for name, past in history.state_dict().items()}
+    noted = {name: row for history in before for name, row in zip(history.names, history.noted(), strict=True)}
     by_recipe: dict[DelayedScaling, dict[int, str]] = {}
     for module in modules.values():
         vars(module).pop(SLOT, None)
@@ -146,7 +164,10 @@ def attach_histories(modules: Mapping[str, nn.Module], recipes: Mapping[str, Rec
         if isinstance(recipe, DelayedScaling):
             by_recipe.setdefault(recipe, {}).setdefault(id(modules[name]), name)  # a shared module has one history
     for recipe, names in by_recipe.items():
-        history = AmaxHistory(recipe, names.values())
-        history.load_state_dict(known)
+        same = [old for old in before if old.recipe == recipe and old.names == list(names.values())]
+        history = same[0] if same else AmaxHistory(recipe, names.values())
+        if not same:
+            history.load_state_dict(known)
+            history.note_again(noted)
         for row, name in enumerate(names.values()):
             object.__setattr__(modules[name], SLOT, Slot(history, row))

@@ -75,13 +75,17 @@ class Recipe:
 
     @staticmethod
     def of(value: Any) -> Recipe:
-        """The recipe that a policy's ``recipe=`` means: one itself, its name, or its plain form.
+        """The recipe that a policy's ``recipe=`` means: one itself, its name, its plain form, or a config's object.
 
         Raises:
             ValueError: If it means none.
         """
         if isinstance(value, Recipe):
             return value
+        if isinstance(value, Mapping) and "class_path" in value:  # as a LightningCLI config writes an object
+            wanted = str(value["class_path"]).rpartition(".")[2]
+            named = [name for name, cls in RECIPES.items() if cls.__name__ == wanted]
+            return Recipe.from_dict({"name": named[0] if named else wanted, **(value.get("init_args") or {})})
         if isinstance(value, Mapping):
             return Recipe.from_dict(value)
         return _class_of(value)()
@@ -112,8 +116,8 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
 
     def __post_init__(self) -> None:
-        _whole(self, "history", 1)
-        _whole(self, "margin", None)
+        _whole(self, "history", 1, 2**20)
+        _whole(self, "margin", -32, 32)
         _one_of(self, "amax", ("max", "most_recent"))
         _flag(self, "reduce_amax")
 
@@ -233,12 +237,12 @@ def _class_of(name: Any) -> type[Recipe]:
     return RECIPES[name]
 
 
-def _whole(recipe: Recipe, field: str, least: int | None) -> None:
+def _whole(recipe: Recipe, field: str, least: int, most: int) -> None:
     value = getattr(recipe, field)
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or (least is not None and value < least):
-        bound = "" if least is None else f" of at least {least}"
-        raise ValueError(f"{type(recipe).__name__}({field}={value!r}): expected a whole number{bound}.")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(
+            f"{type(recipe).__name__}({field}={value!r}): expected a whole number of at least {least}, at most {most}."
+        )
 
 
 def _one_of(recipe: Recipe, field: str, known: tuple[str, ...]) -> None:

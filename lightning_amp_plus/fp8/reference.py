@@ -57,7 +57,11 @@ def prepare(x: Tensor, operand: Operand, recipe: Recipe, slot: Slot | None = Non
         slot: Where delayed scaling keeps the amax values of the layer.
     """
     format, granularity = recipe.format_of(operand), recipe.granularity_of(operand)
-    amax = amax_of(x, granularity)
+    length = {"block_1x128": 128, "mx_32": 32}.get(granularity)
+    rows, columns = x.shape
+    if length is not None:  # as strips, each a row of its own
+        x = torch.nn.functional.pad(x, (0, -columns % length)).reshape(rows, -(-columns // length), length)
+    amax = amax_of(x, granularity if length is None else "row")
     own = scale_of(amax, format, power_of_two=recipe.power_of_two_scales)
     scale = own if slot is None else slot.scale(operand, amax)
     rounded = scale_and_round(x, scale, format)
@@ -67,7 +71,11 @@ def prepare(x: Tensor, operand: Operand, recipe: Recipe, slot: Slot | None = Non
     inverse = scale.reciprocal()
     if granularity in ("tensor", "row"):
         return Prepared(rounded, inverse + spoiled, format.name, recipe.power_of_two_scales)
-    return Prepared(rounded.mul_(inverse), spoiled.sum(dim=1, keepdim=True) + 1.0, format.name, True)
+    if length is not None:
+        rounded, spoiled = rounded.mul_(inverse).flatten(1)[:, :columns], spoiled.flatten(1)
+    else:
+        rounded = rounded.mul_(inverse)
+    return Prepared(rounded, spoiled.sum(dim=1, keepdim=True) + 1.0, format.name, True)
 
 
 def multiply(left: Prepared, right: Prepared, role: Gemm) -> Tensor:

@@ -36,6 +36,11 @@ class Fp8Route:
     def __post_init__(self) -> None:
         if isinstance(self.recipe, RowwiseScaling) and self.recipe.weight_grad == "high":
             object.__setattr__(self, "gemms", tuple(gemm for gemm in self.gemms if gemm != "wgrad"))
+        if not self.gemms:
+            raise ValueError(
+                "RowwiseScaling(weight_grad='high') with gemms=['wgrad'] leaves no GEMM in FP8. Name another GEMM, or "
+                "leave one of the two out."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The route in plain types."""
@@ -72,6 +77,8 @@ def obstacle(module: nn.Module, recipe: Recipe) -> str | None:
         return f"{cls.__name__} has a forward of its own"
     if module.weight.dtype not in _FLOATS:
         return f"its weight is stored in {str(module.weight.dtype).removeprefix('torch.')}"
+    if isinstance(module.weight, nn.parameter.UninitializedParameter):
+        return "shape: it has no size yet; run a batch through the model first"
     unfit = [
         f"{name}={size}"
         for name, size in (("in_features", module.in_features), ("out_features", module.out_features))

@@ -32,6 +32,7 @@ from lightning_amp_plus.checkpoint.migrations import document_of, upgrade
 from lightning_amp_plus.checkpoint.rules import UNCLEAN, scaler_fault
 from lightning_amp_plus.checkpoint.saved import SavedPrecision
 from lightning_amp_plus.errors import IncompatiblePrecisionError
+from lightning_amp_plus.fp8.reference import GEMMS
 from lightning_amp_plus.integration.describe import sections_of
 from lightning_amp_plus.integration.fp8_run import Fp8Run
 from lightning_amp_plus.integration.items import ItemCounts
@@ -51,7 +52,10 @@ Named = Iterable[tuple[str, Tensor]]
 
 def moved_policy(policy: PrecisionPolicy, moves: Iterable[Move]) -> PrecisionPolicy:
     """The policy with the modules that were moved while training."""
-    rules = tuple(Rule(move.match, compute=move.compute, reason=move.reason) for move in moves)
+    rules = tuple(
+        Rule(m.match, compute=m.compute, reason=m.reason, recipe=m.recipe, gemms=m.gemms)  # type: ignore[arg-type]
+        for m in moves
+    )
     return PrecisionPolicy.from_dict({**policy.to_dict(), "rules": (*policy.rules, *rules)}) if rules else policy
 
 
@@ -60,7 +64,7 @@ def _fp8_entry(described: Mapping[str, Any]) -> Fp8:
     return Fp8(
         modules={
             name: Fp8Module(
-                recipe=_recipe_text(route["recipe"]),
+                recipe=_recipe_text(route["recipe"], route["gemms"]),
                 history_length=route["recipe"].get("history"),
                 backend=route["backend"],
             )
@@ -75,9 +79,10 @@ def _outlined(module: Module, policy: PrecisionPolicy, device_type: str) -> dict
     return {**sections, "fp8": None if sections["fp8"] is None else _fp8_entry(sections["fp8"])}
 
 
-def _recipe_text(recipe: Mapping[str, Any]) -> str:
+def _recipe_text(recipe: Mapping[str, Any], gemms: Sequence[str]) -> str:
     """A recipe's name and settings, without the history's length, which is a field of its own."""
-    settings = ", ".join(f"{key}={value}" for key, value in recipe.items() if key not in ("name", "history"))
+    parts = [f"{key}={value}" for key, value in recipe.items() if key not in ("name", "history")]
+    settings = ", ".join([*parts, *([] if len(gemms) == len(GEMMS) else [f"gemms={'+'.join(gemms)}"])])
     return f"{recipe['name']} ({settings})" if settings else str(recipe["name"])
 
 
@@ -220,6 +225,8 @@ class CheckpointContract:
         window = self._window(trainer)
         if window.gradients == "stored":
             tensors["gradients"] = self._gradients(trainer)
+            if self._fp8.histories:
+                tensors["fp8_noted"] = self._fp8.noted()
         manifest = self.now(trainer, moves, window=window, random=random)
         self._say_what_is_lost(manifest)
         return {**manifest.to_dict(), **tensors}
@@ -378,5 +385,6 @@ class CheckpointContract:
             together(trainer, lambda: put_back(gradients["ranks"][rank], parameters), "the open window")
             self._sequence.ledger.resume_window(int(gradients["backwards"]))
             self._items.take_list(gradients["items"][rank])
+            self._fp8.note_again(document.get("fp8_noted") or {})
 
         self.resume.when_training_starts(trainer, reopen)

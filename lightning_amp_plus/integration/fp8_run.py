@@ -61,6 +61,21 @@ class Fp8Run:
         for history in self.histories:
             history.discard()
 
+    def noted(self) -> dict[str, Tensor]:
+        """Amax values of the open window by module name, the largest over ranks; every rank has to call it."""
+        found: dict[str, Tensor] = {}
+        for history in self.histories:
+            noted = history.noted()
+            if self._journal.consensus.world_size > 1 and history.recipe.reduce_amax:
+                self._journal.consensus.maximum(noted)
+            found |= dict(zip(history.names, noted.cpu(), strict=True))
+        return {name: row.clone() for name, row in found.items()}
+
+    def note_again(self, noted: Mapping[str, Tensor]) -> None:
+        """Goes on in the window that :meth:`noted` was asked in."""
+        for history in self.histories:
+            history.note_again(noted)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Amax histories by module name."""
         return {name: past for history in self.histories for name, past in history.state_dict().items()}

@@ -39,7 +39,8 @@ def full() -> dict[str, Any]:
     """A document in which no section, list or mapping is empty."""
     plain = document("fp8-mixed")
     plain |= {key: document("16-mixed")[key] for key in ("scaler", "loss_scale")}
-    plain["moves"] = [{"match": "second", "compute": "fp32", "reason": "unstable", "step": 40}]
+    move = {"match": "second", "compute": "fp8", "reason": "stable", "step": 40}
+    plain["moves"] = [{**move, "recipe": {"name": "current", "power_of_two": False}, "gemms": ["fprop"]}]
     plain["window"] = {"micro_batches": 2, "size": 4, "gradients": "stored"}
     return plain
 
@@ -577,7 +578,7 @@ def test_moves_are_there_with_reason_and_step_and_show_in_the_routes(tmp_path: P
 
     manifest = written(tmp_path, plugin, callbacks=[Move(), PrecisionCheckpoint()])
     assert [move.model_dump() for move in manifest.moves] == [
-        {"match": "second", "compute": "fp32", "reason": "unstable", "step": 3}
+        {"match": "second", "compute": "fp32", "reason": "unstable", "step": 3, "recipe": None, "gemms": None}
     ]
     assert manifest.routes is not None and manifest.routes["second"]["compute"] == "fp32"
 

@@ -6,11 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_amp_plus import AmpPrecision, PrecisionPolicy, Rule, plan
+from lightning_amp_plus import AmpPrecision, IncompatiblePrecisionError, PrecisionPolicy, Rule, plan
+from lightning_amp_plus.callbacks import PrecisionCheckpoint
 from lightning_amp_plus.formats import E4M3, E5M2
 from lightning_amp_plus.fp8 import CurrentScaling, DelayedScaling
 from lightning_amp_plus.fp8.delayed import AmaxHistory, histories_of
@@ -207,3 +209,71 @@ def test_a_delayed_run_learns() -> None:
     _, model = fit(AmpPrecision(policy()), count=60)
     losses = Tensor(model.losses)
     assert losses[-10:].mean() < 0.3 * losses[:3].mean()
+
+
+class MovedBy(Regressor):
+    """Moves ``name`` before the batches given."""
+
+    def __init__(self, name: str, moves: dict[int, str]) -> None:
+        super().__init__()
+        self.name, self.moves = name, moves
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.seen in self.moves:
+            plugin: Any = self.trainer.precision_plugin
+            plugin.set_route(self.name, self.moves[self.seen])
+
+
+def test_a_module_that_comes_back_into_fp8_has_the_recipe_of_its_rule_again() -> None:
+    plugin = AmpPrecision(policy(history=8))
+    fit(plugin, MovedBy("body.0", {1: "bf16", 3: "fp8"}), 5)
+    assert plugin.plan is not None
+    fp8 = plugin.plan["body.0"].fp8
+    assert fp8 is not None and fp8.recipe == DelayedScaling(history=8)
+
+
+def test_a_container_moves_into_fp8() -> None:
+    plugin = AmpPrecision("bf16-mixed")
+    fit(plugin, MovedBy("body", {1: "fp8"}), 3)
+    assert plugin.plan is not None
+    assert [route.name for route in plugin.plan.routes if route.fp8] == ["body.0", "body.2"]
+
+
+def test_a_move_in_mid_window_keeps_what_was_noted() -> None:
+    found = []
+    for moves in ({}, {3: "fp32"}):
+        _, model = fit(AmpPrecision(policy(history=8)), MovedBy("head", moves), 3, accumulate_grad_batches=2)
+        [of] = histories_of(model.modules())
+        found.append(of.state_dict()["body.0"][0])
+    assert torch.equal(*found)
+
+
+def test_a_resume_in_mid_window_goes_on_with_what_was_noted(tmp_path: Path) -> None:
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    def callbacks() -> list[Any]:
+        return [PrecisionCheckpoint(save_window=True), Save()]
+
+    _, whole = fit(AmpPrecision(policy(history=4)), count=6, accumulate_grad_batches=2, callbacks=callbacks())
+    model = Regressor()
+    make_trainer(AmpPrecision(policy(history=4)), max_epochs=-1, max_steps=6, accumulate_grad_batches=2).fit(
+        model, ResumableLoader(batches()), ckpt_path=tmp_path / "a.ckpt"
+    )
+    histories = [histories_of(m.modules())[0].state_dict() for m in (whole, model)]
+    assert all(torch.equal(histories[0][name], histories[1][name]) for name in histories[0])
+    assert same(weights(model), weights(whole))
+
+
+def test_other_gemms_are_another_recipe_to_a_resume(tmp_path: Path) -> None:
+    trainer, _ = fit(AmpPrecision(policy()), count=2)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    other = PrecisionPolicy(
+        "bf16", rules=[Rule("body.*", compute="fp8", recipe=DelayedScaling(), gemms=["fprop", "wgrad"])]
+    )
+    with pytest.raises(IncompatiblePrecisionError, match=r"(?s)fp8_recipe.*gemms=fprop\+wgrad"):
+        make_trainer(AmpPrecision(other), max_epochs=-1, max_steps=4).fit(
+            Regressor(), ResumableLoader(batches()), ckpt_path=tmp_path / "a.ckpt"
+        )

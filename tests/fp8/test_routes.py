@@ -226,3 +226,47 @@ def test_recipes_differ_in_what_they_compute() -> None:
         plan(model, PrecisionPolicy("bf16", rules=[Rule("block", compute="fp8", recipe=recipe)])).apply(model)
         losses.add(loss_of(model).item())
     assert len(losses) == 3
+
+
+def test_a_glob_or_a_class_names_no_layer_in_particular() -> None:
+    for match in ("*", "type:Linear"):
+        routes = plan(Net(), PrecisionPolicy("bf16", rules=[Rule(match, compute="fp8")]))
+        assert [route.name for route in routes.routes if route.fp8] == ["block.1", "block.3"], match
+    routes = plan(Net(), PrecisionPolicy("bf16", rules=[Rule("*head", compute="bf16"), Rule("head", compute="fp8")]))
+    assert routes["head"].compute == "fp8"
+
+
+def test_a_policy_whose_layers_all_have_rules_of_their_own_is_content() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1))
+    assert plan(model, fp8(rules=[Rule("0", recipe="delayed")]))["0"].compute == "fp8"
+
+
+def test_two_rules_on_a_container_and_on_what_is_in_it_are_both_heard() -> None:
+    rules = [Rule("block", compute="fp8"), Rule("block.*", compute="fp8", recipe="rowwise")]
+    routes = plan(Net(), PrecisionPolicy("bf16", rules=rules))
+    assert routes["block.1"].fp8 is not None and routes["block.1"].fp8.recipe == RowwiseScaling()
+
+
+def test_a_recipe_that_leaves_no_gemm_in_fp8_is_refused() -> None:
+    rules = [Rule("block", compute="fp8", recipe=RowwiseScaling(weight_grad="high"), gemms=["wgrad"])]
+    with pytest.raises(ValueError, match="leaves no GEMM in FP8"):
+        plan(Net(), PrecisionPolicy("bf16", rules=rules))
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling()], ids=repr)
+def test_blocks_compiled_one_by_one_train(recipe: Any) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)))
+    plan(model, PrecisionPolicy("bf16", rules=[Rule("type:Linear", compute="fp8", recipe=recipe)])).apply(model)
+    for block in model:
+        block.compile(backend="aot_eager")
+    for _ in range(2):
+        model(torch.randn(4, 16)).float().sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_undo_leaves_nothing_behind() -> None:
+    model = Net()
+    before = set(vars(model.block[1]))
+    plan(model, PrecisionPolicy("bf16", rules=[Rule("block", compute="fp8", recipe="delayed")])).apply(model)
+    undo(model)
+    assert set(vars(model.block[1])) == before
