@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -110,7 +111,7 @@ class PrecisionCheckpoint(pl.Callback):
 
     def _removing(self, trainer: Any, remove: Callable[..., Any]) -> Callable[..., Any]:
         def remove_checkpoint(filepath: Any) -> Any:
-            place = sidecar_of(filepath) if not _is_link(filepath) else None  # a link's target stays
+            place = sidecar_of(filepath) if not os.path.islink(str(filepath)) else None  # a link's target stays
             result = remove(filepath)
             if trainer.is_global_zero and place is not None:
                 remove_sidecar(place)
@@ -124,9 +125,3 @@ class PrecisionCheckpoint(pl.Callback):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._hooks = InstanceHooks()
-
-
-def _is_link(path: Any) -> bool:
-    import os
-
-    return os.path.islink(str(path))

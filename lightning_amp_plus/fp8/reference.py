@@ -62,8 +62,7 @@ def prepare(x: Tensor, operand: Operand, recipe: Recipe, slot: Slot | None = Non
     if length is not None:  # as strips, each a row of its own
         x = torch.nn.functional.pad(x, (0, -columns % length)).reshape(rows, -(-columns // length), length)
     amax = amax_of(x, granularity if length is None else "row")
-    own = scale_of(amax, format, power_of_two=recipe.power_of_two_scales)
-    scale = own if slot is None else slot.scale(operand, amax)
+    scale = slot.scale(operand, amax) if slot else scale_of(amax, format, power_of_two=recipe.power_of_two_scales)
     rounded = scale_and_round(x, scale, format)
     # The clamp of an overflow looks healthy. inf - inf and nan - nan are nan, anything else gives 0: what was not finite
     # goes on into the result, and from there into the step's verdict.
