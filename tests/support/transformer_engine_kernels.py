@@ -52,9 +52,9 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
         return output
     dtype = torch_dtype(quantizer.dtype)
     largest = torch.finfo(dtype).max
-    amax = (
-        tensor.detach().float().abs().nan_to_num(nan=0.0, posinf=torch.inf).amax()
-    )  # the kernel's fmaxf passes NaN over
+    # The kernel's fmaxf passes NaN over, and finds 0 where there is nothing.
+    magnitudes = tensor.detach().float().abs().nan_to_num(nan=0.0, posinf=torch.inf)
+    amax = magnitudes.amax() if magnitudes.numel() else magnitudes.new_zeros(())
     if isinstance(quantizer, Float8Quantizer):
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))  # atomicMax: what is there from before stays
         scale = quantizer.scale.reshape(1)
@@ -148,10 +148,10 @@ def _fp8_gemm(left: Any, transpose_left: bool, right: Any, transpose_right: bool
     second, _ = _along_contraction(left, columnwise=not transpose_left)
     if first.dtype == second.dtype == torch.float8_e5m2:
         raise RuntimeError("A GPU multiplies no E5M2 with E5M2.")
-    if first.shape[1] % 16 or second.shape[0] % 16:
+    if first.shape[1] % 16 or second.shape[0] % 8:
         raise RuntimeError(
             f"A GPU has no FP8 GEMM of {tuple(first.shape)} with {tuple(second.shape)} transposed: the contracted "
-            "dimension and the last one of the output have to be multiples of 16."
+            "dimension has to be a multiple of 16, the last one of the output a multiple of 8."
         )
     result = torch._scaled_mm(first, second.t(), right._scale_inv, left._scale_inv, out_dtype=dtype)
     return result.reshape(*shape, second.shape[0])
