@@ -17,12 +17,20 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.transformer_engine import FOLDER, MISSING, check_in_transformer_engine, run_in_transformer_engine
+from tests.support.transformer_engine import (
+    FOLDER,
+    MISSING,
+    StandInOutdated,
+    check_in_transformer_engine,
+    run_in_transformer_engine,
+    verify_source,
+)
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -86,7 +94,7 @@ def backward_history(module: Any) -> list[float]:
 
 
 def advances(history: list[float]) -> int:
-    """How often a history that took one amax has been rolled since it was taken, and when it was taken."""
+    """How often a history that has taken one amax has been rolled since."""
     return LENGTH - max(range(LENGTH), key=lambda place: history[place]) if history[0] == 0 and any(history) else 0
 
 
@@ -638,6 +646,38 @@ def check_histories_can_be_given_to_a_module_before_its_first_forward() -> None:
         found = other(x), module(x)
     assert torch.equal(*found)
     equal(forward_history(other), [0, 0, 3, 1])
+
+
+# ------------------------------------------------------------------ the stand-in
+
+
+def check_the_stand_in_multiplies_no_e5m2_with_e5m2() -> None:
+    from transformer_engine.pytorch.constants import DType
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+    from transformer_engine.pytorch.tensor import Float8CurrentScalingQuantizer
+
+    quantizer = Float8CurrentScalingQuantizer(DType.kFloat8E5M2, torch.device("cpu"))
+    with raises(RuntimeError, "E5M2"):
+        general_gemm(quantizer(torch.randn(32, 32)), quantizer(torch.randn(16, 32)), out_dtype=torch.bfloat16)
+
+
+def check_what_the_stand_in_does_not_emulate_raises() -> None:
+    import transformer_engine.pytorch as te
+
+    with raises(NotImplementedError, "transformer_engine_torch.rmsnorm_fwd is not emulated"):
+        te.RMSNorm(32, device="cpu")(batch(1.0))
+
+
+def check_the_stand_in_notices_another_source() -> None:
+    from transformer_engine.pytorch import quantization
+
+    path = "transformer_engine.pytorch.quantization:FP8GlobalStateManager.reduce_and_update_fp8_tensors"
+    verify_source(path)
+    with (
+        mock.patch.object(quantization.FP8GlobalStateManager, "reduce_and_update_fp8_tensors", lambda: None),
+        raises(StandInOutdated, "has another source"),
+    ):
+        verify_source(path)
 
 
 # ------------------------------------------------------------------ the tests

@@ -6,8 +6,8 @@ capability 9.0. What such a GPU refuses is refused, and what is not emulated rai
 Engine's own Python does with modules, recipes, scales and process groups. What it cannot: anything about NVIDIA's kernels.
 
 It changes functions of torch and of Transformer Engine for the whole process. Hence ``run_in_transformer_engine``, which
-runs a test's function in processes of its own. The support for delayed scaling needs no emulation: Transformer Engine has
-it in Python too and is told to use that (``NVTE_UNFUSED_FP8_UPDATE``).
+runs a test's function in processes of its own. The scales of delayed scaling need no emulation: Transformer Engine can
+compute them in Python too, and is told to (``NVTE_UNFUSED_FP8_UPDATE``).
 """
 
 from __future__ import annotations
@@ -123,11 +123,15 @@ def _found(address: tuple[str, str]) -> Callable[..., Any]:
 def install_stand_in() -> None:
     """Makes ``transformer_engine.pytorch`` importable in this process, over emulated kernels on CPU.
 
+    To be called before anything imports it. A second call does nothing.
+
     Raises:
         StandInOutdated: If another version is installed, or a function that is changed has another source.
     """
     if MISSING:
         raise RuntimeError(MISSING)
+    if "transformer_engine_torch" in sys.modules:
+        return
     sys.path.append(str(FOLDER))
     if (found := importlib.metadata.version("transformer_engine")) != VERSION:
         raise StandInOutdated(f"transformer-engine {found} is installed; the stand-in was written for {VERSION}.")
@@ -160,7 +164,7 @@ def install_stand_in() -> None:
     quantization = "transformer_engine.pytorch.quantization"
     _edit(f"{quantization}:DelayedScalingRecipeState.__init__", 'torch.device("cuda")', 'torch.device("cpu")')
     _edit(f"{quantization}:_compute_fp8_block_scaling_support", "float(torch.version.cuda)", "12.8")  # there is none
-    _check(f"{quantization}:FP8GlobalStateManager.reduce_and_update_fp8_tensors")
+    verify_source(f"{quantization}:FP8GlobalStateManager.reduce_and_update_fp8_tensors")
     # There is no GPU whose random state te.checkpoint could keep.
     _replace("transformer_engine.pytorch.distributed:_get_cuda_rng_state", lambda **_: torch.empty(0))
     _replace("transformer_engine.pytorch.distributed:_set_cuda_rng_state", lambda state, **_: None)
@@ -188,7 +192,8 @@ def _owner(path: str) -> tuple[Any, str]:
     return functools.reduce(getattr, owners, importlib.import_module(module)), name
 
 
-def _check(path: str) -> str:
+def verify_source(path: str) -> str:
+    """The source of a function, if it is the one that the stand-in was written for."""
     owner, name = _owner(path)
     source = inspect.getsource(getattr(owner, name))
     if (found := hashlib.sha256(source.encode()).hexdigest()[:16]) != _SOURCES[path]:
@@ -197,13 +202,13 @@ def _check(path: str) -> str:
 
 
 def _replace(path: str, function: Callable[..., Any]) -> None:
-    _check(path)
+    verify_source(path)
     setattr(*_owner(path), function)
 
 
 def _edit(path: str, old: str, new: str) -> None:
     """Changes one place of a function's source, for everyone who holds the function."""
-    source = textwrap.dedent(_check(path))
+    source = textwrap.dedent(verify_source(path))
     if source.count(old) != 1:
         raise StandInOutdated(f"{path} has {source.count(old)} times {old!r}, not once.")
     owner, name = _owner(path)
