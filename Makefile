@@ -13,10 +13,13 @@ setup: $(STAMP)
 
 # torch goes first and pinned: resolved together with the rest, a newer and much larger build could be fetched before the
 # constraint rules it out.
-$(STAMP): constraints.txt pyproject.toml
+# Transformer Engine's wheel goes beside the environment, not into it: without its binary its import fails, and only the
+# tests that put something in the binary's place want it.
+$(STAMP): constraints.txt pyproject.toml tests/transformer-engine.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt $(TORCH)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,cli,tensorboard]'
+	$(BIN)/python -m pip install --no-deps --upgrade --target .venv/transformer-engine -r tests/transformer-engine.txt
 	touch $@
 
 demo: setup

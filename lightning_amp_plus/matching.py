@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_amp_plus.fp8.recipes import Recipe
-from lightning_amp_plus.fp8.reference import GEMMS
-from lightning_amp_plus.fp8.selection import Fp8Route, better_high, default_recipe, obstacle
+from lightning_amp_plus.fp8.backends import BACKENDS, choose
+from lightning_amp_plus.fp8.backends.base import Backend
+from lightning_amp_plus.fp8.recipes import GEMMS, Gemm, Recipe
+from lightning_amp_plus.fp8.selection import Fp8Route, better_high, default_recipe, obstacle, too_small
 from lightning_amp_plus.policy import PrecisionPolicy, Rule
 from lightning_amp_plus.routed import Routed, base_class, is_metric
 
@@ -182,10 +183,34 @@ class _Fp8Choice:
             if not any(True for _ in module.children()):  # of a container it is what is inside that counts
                 self._denied.setdefault(rule, []).append(f"{aliases[0] or '(model)'}: {why}")
             return Decision(self._policy.base_compute, match, why, False)
+        gemms = tuple(rule.gemms) if rule is not None and rule.gemms is not None else GEMMS
+        backend, why = self._backend(rule, recipe, gemms)
+        if backend is None:
+            self._denied.setdefault(rule, []).append(f"{aliases[0] or '(model)'}: {why}")
+            return Decision(self._policy.base_compute, match, why, False)
+        small = None if backend.emulated or self._device_type == "cpu" or wish.own else too_small(module, recipe)
+        if small is not None:
+            self._denied.setdefault(rule, []).append(f"{aliases[0] or '(model)'}: {small}")
+            return Decision(self._policy.base_compute, match, small, False)
         self._granted.add(rule)
-        gemms = rule.gemms if rule is not None and rule.gemms is not None else GEMMS
-        route = Fp8Route(recipe, tuple(gemms), "reference", self._policy.fp8_in_evaluation)
-        return Decision("fp8", match, wish.reason, False, route)
+        route = Fp8Route(recipe, gemms, backend.name, self._policy.fp8_in_evaluation)
+        return Decision("fp8", match, f"{wish.reason}; {why}", False, route)
+
+    def _backend(self, rule: Rule | None, recipe: Recipe, gemms: tuple[Gemm, ...]) -> tuple[Backend | None, str]:
+        """What multiplies, and why that; ``None`` and the obstacle where a rule's own cannot and the policy takes BF16."""
+        if rule is None or rule.backend is None:
+            return choose(recipe, gemms, self._device_type)
+        backend = BACKENDS[rule.backend]
+        obstacle = backend.obstacle(recipe, gemms, self._device_type)
+        if obstacle is None:
+            return backend, f"{backend.name}: as the rule says"
+        if self._policy.fallback == "error":
+            raise ValueError(
+                f"Rule {rule.match!r} asks for backend={rule.backend!r}, which cannot compute it here: "
+                f"{obstacle.partition(': ')[2]}. Leave backend out to have one chosen, or set fallback='bf16' in the "
+                "policy to have its layers listed and computed in BF16."
+            )
+        return None, obstacle
 
     def refuse_wishes_that_came_to_nothing(self) -> None:
         """Raises where FP8 was asked for and nothing will run in it.
@@ -229,12 +254,17 @@ def compute_of(module: nn.Module, name: str | None, policy: PrecisionPolicy) -> 
 
 
 def fp8_settings(policy: PrecisionPolicy, name: str) -> dict[str, Any]:
-    """Recipe and GEMMs of the last rule on a module, or on one around it, that names an FP8 setting; plain types."""
+    """Recipe, GEMMs and backend of the last rule on a module, or on one around it, that names one; plain types."""
     levels = [name, *(name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1))]
     for rule in reversed(policy.rules):
-        if (rule.recipe is not None or rule.gemms is not None) and any(fnmatchcase(n, rule.match) for n in levels):
+        named = rule.recipe is not None or rule.gemms is not None or rule.backend is not None
+        if named and any(fnmatchcase(n, rule.match) for n in levels):
             recipe = None if rule.recipe is None else Recipe.of(rule.recipe).to_dict()
-            return {"recipe": recipe, "gemms": None if rule.gemms is None else list(rule.gemms)}
+            return {
+                "recipe": recipe,
+                "gemms": None if rule.gemms is None else list(rule.gemms),
+                "backend": rule.backend,
+            }
     return {}
 
 

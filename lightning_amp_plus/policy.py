@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
-from lightning_amp_plus.fp8.recipes import Recipe
+from lightning_amp_plus.fp8.recipes import Gemm, Recipe
 
 StorageFormat = Literal["fp32", "bf16", "fp16"]
 ComputeFormat = Literal["fp32", "bf16", "fp16", "fp8"]
-Gemm = Literal["fprop", "dgrad", "wgrad"]
+BackendName = Literal["reference", "torchao", "transformer_engine"]
 
 _LIGHTNING_STRINGS: dict[str, dict[str, Any]] = {
     "32-true": {"compute": "fp32"},
@@ -41,6 +41,8 @@ class Rule:
         gemms: Which of a layer's three GEMMs run in FP8: `fprop` (output), `dgrad` (gradient of the input), `wgrad`
             (gradient of the weight); None means all. FP8 only.
         reason: Free text, shown in the plan.
+        backend: What multiplies: `reference` (pure torch, emulated in BF16), `torchao` or `transformer_engine`; None
+            means the fastest that is there and has the recipe. FP8 only.
 
     Raises:
         ValueError: If `match` is empty, a value is unknown, or an FP8 setting meets another compute format.
@@ -51,6 +53,7 @@ class Rule:
     recipe: Recipe | str | dict[str, Any] | None = None
     gemms: Sequence[Gemm] | None = None
     reason: str = ""
+    backend: BackendName | None = None
 
     def __post_init__(self) -> None:
         pattern = self.match.removeprefix("type:") if isinstance(self.match, str) else ""
@@ -75,11 +78,13 @@ class Rule:
             for gemm in self.gemms:
                 _one_of(f"gemms of {where}", gemm, get_args(Gemm))
             object.__setattr__(self, "gemms", tuple(self.gemms))
+        if self.backend is not None:
+            _one_of(f"backend of {where}", self.backend, get_args(BackendName))
         if self.compute not in (None, "fp8"):
             self._refuse_fp8_settings(f"the {where} computes in {self.compute!r}")
 
     def _refuse_fp8_settings(self, found: str) -> None:
-        for name in ("recipe", "gemms"):
+        for name in ("recipe", "gemms", "backend"):
             if getattr(self, name) is not None:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} of rule {self.match!r} is a setting of FP8, but {found}. "

@@ -47,7 +47,7 @@ from lightning_amp_plus.integration.sharding import (
     is_fsdp1,
     unsharded_gradient_bytes,
 )
-from lightning_amp_plus.integration.strategies import consensus_of, device_type, refuse_strategy
+from lightning_amp_plus.integration.strategies import as_group, consensus_of, device_type, refuse_strategy
 from lightning_amp_plus.integration.throughput import correct_throughput_monitors
 from lightning_amp_plus.integration.windows import closes_window, closing_window, starts_window
 from lightning_amp_plus.matching import compute_of, fp8_settings
@@ -325,7 +325,7 @@ class AmpPrecision(FSDPPrecision):
     def train_step_context(self) -> Generator[None, None, None]:
         """Surrounds ``training_step``; an exception in it discards the window that is open."""
         try:
-            with self.forward_context():
+            with self.forward_context(), self._fp8.step_region(as_group(self.process_group)):
                 yield
         except BaseException:
             self._discard_window(interrupted=True)
@@ -593,7 +593,7 @@ class AmpPrecision(FSDPPrecision):
             self._apply_plan(self._module, moves)
         self._moves = moves
         self._fp8.count()
-        self._fp8.load_state_dict(document.get("fp8_histories") or {})
+        self._fp8.load_state_dict(document)
 
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
         return self._module.named_parameters() if self._module is not None else ()

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp_plus.casts import DTYPES, Swap, cast_floating, put_back, refuse_writes, swap_in_fp32
-from lightning_amp_plus.fp8.delayed import slot_of
-from lightning_amp_plus.fp8.linear import fp8_linear
+from lightning_amp_plus.fp8.backends import BACKENDS
 from lightning_amp_plus.fp8.selection import Fp8Route
 
 FP8_SWITCH = "_amp_fp8_on"  # an attribute of a module in FP8; without it FP8 is on
@@ -236,11 +235,12 @@ def _in_route(function: _Function, route: ModuleRoute) -> _Function:
 
 def _in_fp8(fp8: Fp8Route, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """A Linear's forward in FP8, or ``otherwise`` where it is to be in high precision: in evaluation, or switched off."""
+    in_fp8 = BACKENDS[fp8.backend].forward_of(fp8.recipe, fp8.gemms)
 
     @functools.wraps(nn.Linear.forward)
     def forward(self: Any, input: Tensor) -> Any:
         if (self.training or fp8.in_evaluation) and getattr(self, FP8_SWITCH, True):
-            return fp8_linear(input, self.weight, self.bias, fp8.recipe, fp8.gemms, slot_of(self))
+            return in_fp8(self, input)
         return otherwise(self, input)
 
     return forward

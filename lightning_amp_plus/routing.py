@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_amp_plus.autocast_probe import UNKNOWN, Probe, Region, probe
 from lightning_amp_plus.casts import BITS_16, DTYPES, dtype_name
+from lightning_amp_plus.fp8.backends import BACKENDS
 from lightning_amp_plus.fp8.delayed import attach_histories, forget_history
 from lightning_amp_plus.fp8.recipes import Operand, Recipe
 from lightning_amp_plus.fp8.selection import Fp8Route
@@ -252,7 +253,7 @@ def apply(plan: RoutePlan, model: nn.Module, storage: bool = True) -> None:
         unroute_module(module)  # histories stay, for the new routes to take up
     if storage:
         convert_storage(model, plan)
-    attach_histories(names.module, {route.name: route.fp8.recipe for route in plan.routes if route.fp8 is not None})
+    _prepare_backends(names, {route.name: route.fp8 for route in plan.routes if route.fp8 is not None})
     for module, compute in routed:
         route_module(module, _module_route(module, compute, plan, fp8[id(module)]))
 
@@ -262,6 +263,21 @@ def undo(model: nn.Module) -> None:
     for module in model.modules():
         unroute_module(module)
         forget_history(module)
+        for backend in BACKENDS.values():
+            backend.release(module)
+
+
+def _prepare_backends(names: ModelNames, routes: Mapping[str, Fp8Route]) -> None:
+    """Gives every module in FP8 what its backend keeps for it, and takes from the others what they have no use for."""
+    by_module = {id(names.module[name]): route.backend for name, route in routes.items()}
+    for module in names.module.values():
+        for backend in BACKENDS.values():
+            if by_module.get(id(module)) != backend.name:
+                backend.release(module)
+    windowed = {name: route.recipe for name, route in routes.items() if BACKENDS[route.backend].clock == "window"}
+    attach_histories(names.module, windowed)
+    for name, route in routes.items():
+        BACKENDS[route.backend].prepare(names.module[name], route.recipe)
 
 
 def _route(name: str, module: nn.Module, decision: Decision, policy: PrecisionPolicy, device_type: str) -> Route:

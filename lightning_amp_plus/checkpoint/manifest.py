@@ -21,7 +21,7 @@ from lightning_amp_plus.errors import IncompatiblePrecisionError
 CHECKPOINT_KEY = "lightning_amp_plus"
 SCHEMA_VERSION = 2
 
-TENSOR_PARTS = ("master_weights", "random_state", "gradients", "fp8_histories", "fp8_noted")
+TENSOR_PARTS = ("master_weights", "random_state", "gradients", "fp8_histories", "fp8_scales", "fp8_noted")
 
 
 class _Section(BaseModel):
@@ -60,6 +60,7 @@ class Move(_Section):
         step: The Trainer's ``global_step`` when it was moved.
         recipe: Into FP8: the recipe in plain form; ``None`` for the default one.
         gemms: Into FP8: which GEMMs; ``None`` for all.
+        backend: Into FP8: what multiplies; ``None`` for the one that is chosen.
     """
 
     match: str
@@ -68,6 +69,7 @@ class Move(_Section):
     step: int | None = None
     recipe: dict[str, Any] | None = None
     gemms: list[str] | None = None
+    backend: str | None = None
 
 
 class OptimizerEntry(_Section):

@@ -8,5 +8,14 @@ from lightning_amp_plus.fp8.recipes import (
     Recipe,
     RowwiseScaling,
 )
+from lightning_amp_plus.fp8.recompute import activation_checkpoint
 
-__all__ = ["BlockScaling", "CurrentScaling", "DelayedScaling", "MXScaling", "Recipe", "RowwiseScaling"]
+__all__ = [
+    "BlockScaling",
+    "CurrentScaling",
+    "DelayedScaling",
+    "MXScaling",
+    "Recipe",
+    "RowwiseScaling",
+    "activation_checkpoint",
+]

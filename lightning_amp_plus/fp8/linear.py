@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from lightning_amp_plus.fp8.delayed import Slot
-from lightning_amp_plus.fp8.recipes import Recipe
-from lightning_amp_plus.fp8.reference import Fp8Matmul, Gemm
+from lightning_amp_plus.fp8.recipes import Gemm, Recipe
+from lightning_amp_plus.fp8.reference import Fp8Matmul
 
 
 def fp8_linear(

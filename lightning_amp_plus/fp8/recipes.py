@@ -13,6 +13,9 @@ from typing import Any, ClassVar, Literal
 
 from lightning_amp_plus.formats import E4M3, E5M2, Format
 
+Gemm = Literal["fprop", "dgrad", "wgrad"]
+GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
+"""A Linear's three products: its output, the gradient of its input, the gradient of its weight."""
 Operand = Literal["input", "weight", "grad_output"]
 Granularity = Literal["tensor", "row", "block_1x128", "block_128x128", "mx_32"]
 

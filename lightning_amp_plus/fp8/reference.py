@@ -10,7 +10,7 @@ rounded to BF16 once before and once after scaling.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,7 @@ from torch.autograd.function import once_differentiable
 from lightning_amp_plus.fp8.delayed import Slot
 from lightning_amp_plus.fp8.op import fp8_gemm
 from lightning_amp_plus.fp8.quantize import amax_of, scale_and_round, scale_of
-from lightning_amp_plus.fp8.recipes import Operand, Recipe
-
-Gemm = Literal["fprop", "dgrad", "wgrad"]
-GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
+from lightning_amp_plus.fp8.recipes import Gemm, Operand, Recipe
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_amp_plus.fp8.recipes import CurrentScaling, MXScaling, Recipe, RowwiseScaling
-from lightning_amp_plus.fp8.reference import GEMMS, Gemm
+from lightning_amp_plus.fp8.recipes import GEMMS, CurrentScaling, Gemm, MXScaling, Recipe, RowwiseScaling
 
 _HEADS = ("head", "lm_head", "classifier", "score")
 _ROUTERS = ("router", "gate")
@@ -70,6 +69,8 @@ def default_recipe(device_type: str) -> Recipe:
 
 def obstacle(module: nn.Module, recipe: Recipe) -> str | None:
     """Why a module cannot compute in FP8, or ``None`` if it can."""
+    if type(module).__module__.partition(".")[0] == "transformer_engine":
+        return "it is Transformer Engine's own: whether it computes in FP8 is up to te.autocast around it"
     if not isinstance(module, nn.Linear):
         return "only Linear layers compute in FP8"
     cls = getattr(module, "_amp_base", type(module))
@@ -86,6 +87,25 @@ def obstacle(module: nn.Module, recipe: Recipe) -> str | None:
     ]
     if unfit:
         return f"shape: {' and '.join(unfit)} {'is' if len(unfit) == 1 else 'are'} no multiple of {recipe.multiple}"
+    return None
+
+
+def too_small(module: nn.Module, recipe: Recipe) -> str | None:
+    """Why FP8 tensor cores would make a layer slower than BF16, or ``None``.
+
+    The cast costs more than the GEMM gains below a size. The sizes are those that torchao publishes for an H100; there are
+    none for block and MX scaling.
+
+    Args:
+        module: A Linear.
+        recipe: How its scales are chosen.
+    """
+    outer, inner = module.weight.shape if isinstance(module, nn.Linear) else (0, 0)
+    by_tensor = outer <= 1024 and inner <= 4096
+    by_row = outer <= 2048 or inner <= 1024 or (outer <= 4096 and inner <= 2048)
+    small = by_tensor if recipe.one_scale_a_tensor else by_row if isinstance(recipe, RowwiseScaling) else False
+    if small:
+        return f"shape: {inner} to {outer} is too small to be faster with {recipe.name} scaling than in BF16"
     return None
 
 

@@ -32,13 +32,15 @@ from lightning_amp_plus.checkpoint.migrations import document_of, upgrade
 from lightning_amp_plus.checkpoint.rules import UNCLEAN, scaler_fault
 from lightning_amp_plus.checkpoint.saved import SavedPrecision
 from lightning_amp_plus.errors import IncompatiblePrecisionError
-from lightning_amp_plus.fp8.reference import GEMMS
+from lightning_amp_plus.fp8.backends import BACKENDS
+from lightning_amp_plus.fp8.recipes import GEMMS, DelayedScaling
 from lightning_amp_plus.integration.describe import sections_of
 from lightning_amp_plus.integration.fp8_run import Fp8Run
 from lightning_amp_plus.integration.items import ItemCounts
 from lightning_amp_plus.integration.loops import batch_in_flight, micro_batches_done
 from lightning_amp_plus.integration.resume import Judgment, Resume, together
 from lightning_amp_plus.integration.sharding import check_fsdp2_units, copy_into_shards, fsdp2_units, is_fsdp1
+from lightning_amp_plus.integration.strategies import ranks_of
 from lightning_amp_plus.policy import PrecisionPolicy, Rule
 from lightning_amp_plus.routing import outline, plan
 from lightning_amp_plus.scaling.master_weights import MasterWeights, may_be_master
@@ -53,30 +55,29 @@ Named = Iterable[tuple[str, Tensor]]
 def moved_policy(policy: PrecisionPolicy, moves: Iterable[Move]) -> PrecisionPolicy:
     """The policy with the modules that were moved while training."""
     rules = tuple(
-        Rule(m.match, compute=m.compute, reason=m.reason, recipe=m.recipe, gemms=m.gemms)  # type: ignore[arg-type]
+        Rule(m.match, compute=m.compute, reason=m.reason, recipe=m.recipe, gemms=m.gemms, backend=m.backend)  # type: ignore[arg-type]
         for m in moves
     )
     return PrecisionPolicy.from_dict({**policy.to_dict(), "rules": (*policy.rules, *rules)}) if rules else policy
 
 
-def _fp8_entry(described: Mapping[str, Any]) -> Fp8:
+def _fp8_entry(described: Mapping[str, Any], process_group: Any) -> Fp8:
     """The manifest's section on FP8, from what a plan says of each module in FP8."""
+    group = ranks_of(process_group)
+    delayed = {name: route for name, route in described.items() if route["recipe"]["name"] == DelayedScaling.name}
+    clocks = {BACKENDS[route["backend"]].clock for route in delayed.values()}
     return Fp8(
         modules={
             name: Fp8Module(
                 recipe=_recipe_text(route["recipe"], route["gemms"]),
                 history_length=route["recipe"].get("history"),
                 backend=route["backend"],
+                amax_group=group if route["recipe"].get("reduce_amax") else None,
             )
             for name, route in described.items()
-        }
+        },
+        amax_clock="micro_batch" if "micro_batch" in clocks else "window",
     )
-
-
-def _outlined(module: Module, policy: PrecisionPolicy, device_type: str) -> dict[str, Any]:
-    """What each module will get, as sections of the manifest."""
-    sections = outline(module, policy, device_type)
-    return {**sections, "fp8": None if sections["fp8"] is None else _fp8_entry(sections["fp8"])}
 
 
 def _recipe_text(recipe: Mapping[str, Any], gemms: Sequence[str]) -> str:
@@ -172,7 +173,7 @@ class CheckpointContract:
         document |= sections
         if module is not None and "routes" not in document:
             try:
-                document |= _outlined(module, moved_policy(plugin.policy, moves), plugin.device)
+                document |= self._outlined(module, moved_policy(plugin.policy, moves))
             except ValueError as error:
                 outline(module, plugin.policy)  # an error of the policy itself is said as such
                 raise IncompatiblePrecisionError(
@@ -183,6 +184,12 @@ class CheckpointContract:
         document["loss_scale"] = None if entry is None else LossScaleEntry(**entry)
         document["moves"] = list(moves)
         return Manifest.model_validate(document)
+
+    def _outlined(self, module: Module, policy: PrecisionPolicy) -> dict[str, Any]:
+        """What each module will get, as sections of the manifest."""
+        sections = outline(module, policy, self._plugin.device)
+        fp8 = sections["fp8"]
+        return {**sections, "fp8": None if fp8 is None else _fp8_entry(fp8, self._plugin.process_group)}
 
     def _of_trainer(self, trainer: Any, moves: Sequence[Move]) -> Manifest:
         return self.manifest(trainer, trainer.lightning_module, moves)
@@ -196,7 +203,7 @@ class CheckpointContract:
             return manifest
         try:
             policy = moved_policy(PrecisionPolicy.from_dict(manifest.policy), manifest.moves)
-            return manifest.model_copy(update=_outlined(module, policy, self._plugin.device))
+            return manifest.model_copy(update=self._outlined(module, policy))
         except (TypeError, ValueError):
             return manifest  # a policy of other modules; strict loading says so
 
@@ -220,8 +227,8 @@ class CheckpointContract:
             random = RandomState(ranks=len(ranks), generators=sorted(ranks[0]))
         if "master_weights" in state:
             tensors["master_weights"] = state["master_weights"]
-        if self._fp8.histories:
-            tensors["fp8_histories"] = self._fp8.state_dict()
+        if self._fp8.keeps_histories:
+            tensors |= self._fp8.state_dict()
         window = self._window(trainer)
         if window.gradients == "stored":
             tensors["gradients"] = self._gradients(trainer)
@@ -236,7 +243,7 @@ class CheckpointContract:
         plan = self._plugin.plan
         routes: dict[str, Any] = {} if plan is None else plan.describe()
         if routes.get("fp8") is not None:
-            routes["fp8"] = _fp8_entry(routes["fp8"])
+            routes["fp8"] = _fp8_entry(routes["fp8"], self._plugin.process_group)
         return self.manifest(trainer, trainer.lightning_module, moves, save_id=uuid4().hex, **routes, **sections)
 
     def _window(self, trainer: Any) -> WindowPosition:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
+from lightning_amp_plus.fp8.backends.transformer_engine import Engine, delayed_engines, region
 from lightning_amp_plus.fp8.delayed import AmaxHistory, histories_of
 from lightning_amp_plus.fp8.switch import switch_fp8
 from lightning_amp_plus.journal import Journal
@@ -29,11 +31,26 @@ class Fp8Run:
         self._module: Module | None = None
         self._waits = False
         self.histories: list[AmaxHistory] = []
+        self._engines: dict[str, Engine] = {}
+
+    @property
+    def keeps_histories(self) -> bool:
+        """Whether there are amax histories, whoever advances them."""
+        return bool(self.histories or self._engines)
+
+    def step_region(self, group: Any) -> AbstractContextManager[None]:
+        """Surrounds the training step of a micro-batch, for a backend that advances its histories at its end.
+
+        Args:
+            group: Ranks that share amax values; ``None`` means all.
+        """
+        return region(self._engines.values(), group)
 
     def take_plan(self, module: Module) -> None:
         """A plan was applied to ``module``: finds its histories, and switches FP8 off again if it is too early."""
         self._module = module
         self.histories = histories_of(module.modules())
+        self._engines = delayed_engines(module.named_modules())
         self.count()
 
     def count(self) -> None:
@@ -76,11 +93,19 @@ class Fp8Run:
         for history in self.histories:
             history.note_again(noted)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Amax histories by module name."""
-        return {name: past for history in self.histories for name, past in history.state_dict().items()}
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """``fp8_histories``: amax histories by module name. ``fp8_scales``: where they do not follow from those."""
+        histories = {name: past for history in self.histories for name, past in history.state_dict().items()}
+        own = {name: known for name, engine in self._engines.items() if (known := engine.histories()) is not None}
+        histories |= {name: past for name, (past, _) in own.items()}
+        scales = {name: scales for name, (_, scales) in own.items()}
+        return {"fp8_histories": histories, **({"fp8_scales": scales} if self._engines else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the histories of the modules that are still in FP8, by name."""
+        histories, scales = state.get("fp8_histories") or {}, state.get("fp8_scales") or {}
         for history in self.histories:
-            history.load_state_dict(state)
+            history.load_state_dict(histories)
+        for name, engine in self._engines.items():
+            if name in histories and name in scales:
+                engine.take_histories(histories[name], scales[name])

@@ -49,15 +49,22 @@ def consensus_of(strategy: Any, process_group: Any) -> Consensus:
         return Consensus()
     if not distributed:
         raise ValueError("AmpPrecision(process_group=...) was given, but torch.distributed is not initialized.")
-    consensus = GroupConsensus(_as_group(process_group))
+    consensus = GroupConsensus(as_group(process_group))
     return consensus if consensus.world_size > 1 else Consensus()
 
 
-def _as_group(group: Any) -> Any:
+def as_group(group: Any) -> Any:
     """The process group over all ranks of a DeviceMesh, or the group itself."""
     if not hasattr(group, "get_group") or not hasattr(group, "ndim"):
         return group
     return group.get_group() if group.ndim == 1 else group._flatten().get_group()
+
+
+def ranks_of(process_group: Any) -> str | None:
+    """The ranks of the group that a user named, for people to read; ``None`` where that is all of them."""
+    if process_group is None:
+        return None
+    return f"ranks {torch.distributed.get_process_group_ranks(as_group(process_group))}"
 
 
 def refuse_second_precision(precision: Any, plugins: list[Any]) -> None:

@@ -40,7 +40,9 @@ def full() -> dict[str, Any]:
     plain = document("fp8-mixed")
     plain |= {key: document("16-mixed")[key] for key in ("scaler", "loss_scale")}
     move = {"match": "second", "compute": "fp8", "reason": "stable", "step": 40}
-    plain["moves"] = [{**move, "recipe": {"name": "current", "power_of_two": False}, "gemms": ["fprop"]}]
+    plain["moves"] = [
+        {**move, "recipe": {"name": "current", "power_of_two": False}, "gemms": ["fprop"], "backend": "torchao"}
+    ]
     plain["window"] = {"micro_batches": 2, "size": 4, "gradients": "stored"}
     return plain
 
@@ -578,7 +580,15 @@ def test_moves_are_there_with_reason_and_step_and_show_in_the_routes(tmp_path: P
 
     manifest = written(tmp_path, plugin, callbacks=[Move(), PrecisionCheckpoint()])
     assert [move.model_dump() for move in manifest.moves] == [
-        {"match": "second", "compute": "fp32", "reason": "unstable", "step": 3, "recipe": None, "gemms": None}
+        {
+            "match": "second",
+            "compute": "fp32",
+            "reason": "unstable",
+            "step": 3,
+            "recipe": None,
+            "gemms": None,
+            "backend": None,
+        }
     ]
     assert manifest.routes is not None and manifest.routes["second"]["compute"] == "fp32"
 

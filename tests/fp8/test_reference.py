@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_amp_plus.formats import E4M3
 from lightning_amp_plus.fp8.linear import fp8_linear
 from lightning_amp_plus.fp8.quantize import quantize, sqnr
-from lightning_amp_plus.fp8.recipes import BlockScaling, CurrentScaling, MXScaling, Recipe, RowwiseScaling
-from lightning_amp_plus.fp8.reference import GEMMS, multiply, prepare
+from lightning_amp_plus.fp8.recipes import GEMMS, BlockScaling, CurrentScaling, MXScaling, Recipe, RowwiseScaling
+from lightning_amp_plus.fp8.reference import multiply, prepare
 
 RECIPES = [
     CurrentScaling(),
