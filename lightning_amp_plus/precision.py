@@ -31,6 +31,7 @@ from lightning_amp_plus.history import History
 from lightning_amp_plus.integration.averaging import gate_averaging
 from lightning_amp_plus.integration.checks import refuse_half_parameters, refuse_lbfgs, silent_faults
 from lightning_amp_plus.integration.contract import CheckpointContract, moved_policy
+from lightning_amp_plus.integration.fp8_gather import gather_in_fp8
 from lightning_amp_plus.integration.fp8_run import Fp8Run
 from lightning_amp_plus.integration.instance_hooks import InstanceHooks
 from lightning_amp_plus.integration.items import ItemCounts
@@ -281,6 +282,23 @@ class AmpPrecision(FSDPPrecision):
             format for communication, inputs left to autocast.
         """
         return fsdp2_config(compute_of(module, name, self.policy), self.policy)
+
+    def gather_in_fp8(self, model: Module) -> list[str]:
+        """Lets FSDP2 gather weights in FP8, half the bytes of BF16. For ``configure_model``, before ``fully_shard``.
+
+        Args:
+            model: The LightningModule, not sharded yet.
+
+        Returns:
+            Names of the layers whose weights will be gathered so: those that the policy has compute in FP8 by torchao, with
+            current scaling and all three GEMMs. Evaluation multiplies their gathered weights in BF16.
+
+        Raises:
+            ValueError: If there is no such layer, or one is sharded already. Nothing is changed then.
+        """
+        trainer = getattr(model, "_trainer", None)
+        device = self.device if trainer is None else device_type(trainer.strategy)
+        return gather_in_fp8(model, plan(model, self.policy, hardware=device))
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[None]:

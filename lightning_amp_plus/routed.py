@@ -235,13 +235,14 @@ def _in_route(function: _Function, route: ModuleRoute) -> _Function:
 
 def _in_fp8(fp8: Fp8Route, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """A Linear's forward in FP8, or ``otherwise`` where it is to be in high precision: in evaluation, or switched off."""
-    in_fp8 = BACKENDS[fp8.backend].forward_of(fp8.recipe, fp8.gemms)
+    backend = BACKENDS[fp8.backend]
+    in_fp8, outside = backend.forward_of(fp8.recipe, fp8.gemms), backend.outside_fp8(otherwise)
 
     @functools.wraps(nn.Linear.forward)
     def forward(self: Any, input: Tensor) -> Any:
         if (self.training or fp8.in_evaluation) and getattr(self, FP8_SWITCH, True):
             return in_fp8(self, input)
-        return otherwise(self, input)
+        return outside(self, input)
 
     return forward
 

@@ -25,9 +25,9 @@ LAYERS = ("net.0", "net.2")
 class Regressor(L.LightningModule):
     """Two layers that FP8 takes, both FSDP2 units where ``sharded``, made on the meta device where ``meta``."""
 
-    def __init__(self, sharded: bool = False, meta: bool = False) -> None:
+    def __init__(self, sharded: bool = False, meta: bool = False, gather: bool = False) -> None:
         super().__init__()
-        self.sharded, self.meta = sharded, meta
+        self.sharded, self.meta, self.gather = sharded, meta, gather
         with torch.random.fork_rng(), torch.device("meta" if meta else "cpu"):
             torch.manual_seed(0)
             self.net = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 32), nn.Linear(32, 1))
@@ -36,6 +36,8 @@ class Regressor(L.LightningModule):
         if not self.sharded:
             return
         plugin: Any = self.trainer.precision_plugin
+        if self.gather:
+            assert plugin.gather_in_fp8(self) == list(LAYERS)
         for name in (*LAYERS, "net"):
             unit = self.get_submodule(name)
             fully_shard(unit, mesh=self.device_mesh["data_parallel"], mp_policy=plugin.fsdp2_policy(unit, name))
@@ -52,16 +54,19 @@ class Regressor(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+TORCHAO = PrecisionPolicy("bf16", rules=[Rule("net.[02]", compute="fp8", recipe="current", backend="torchao")])
 DELAYED = PrecisionPolicy("bf16", rules=[Rule("net.[02]", compute="fp8", recipe=DelayedScaling(history=8))])
 
 
-def train(sharded: bool, precision: Any = "fp8-mixed", meta: bool = False, inf: bool = False) -> dict[str, Any]:
+def train(
+    sharded: bool, precision: Any = "fp8-mixed", meta: bool = False, inf: bool = False, gather: bool = False
+) -> dict[str, Any]:
     batches = list(torch.randn(6, 32, 16, generator=torch.Generator().manual_seed(1)))
     mine = [pair[dist.get_rank()] for pair in (batch.chunk(2) for batch in batches)]
     if inf and dist.get_rank() == 1:
         mine[2] = mine[2] * float("inf")
     strategy = ModelParallelStrategy(2, 1) if sharded else DDPStrategy()
-    model, plugin = Regressor(sharded, meta), AmpPrecision(precision)
+    model, plugin = Regressor(sharded, meta, gather), AmpPrecision(precision)
     fit_on_rank(model, plugin, strategy, mine)
     in_fp8 = [n for n, m in model.named_modules() if (r := route_of(m)) is not None and r.fp8 is not None]
     histories = [history.state_dict() for history in histories_of(model.modules())]
@@ -82,6 +87,10 @@ def jobs() -> dict[str, Any]:
             "fsdp2, meta": partial(train, True, meta=True),
             "ddp, delayed": partial(train, False, DELAYED),
             "fsdp2, delayed": partial(train, True, DELAYED),
+            "ddp, torchao": partial(train, False, TORCHAO),
+            "fsdp2, torchao": partial(train, True, TORCHAO),
+            "fsdp2, torchao, gathered": partial(train, True, TORCHAO, gather=True),
+            "fsdp2, torchao, gathered, meta": partial(train, True, TORCHAO, gather=True, meta=True),
             "ddp in bf16": partial(train, False, "bf16-mixed"),
             "ddp, inf on one rank": partial(train, False, inf=True),
             "fsdp2, inf on one rank": partial(train, True, inf=True),
@@ -98,7 +107,20 @@ def close(left: dict[str, Tensor], right: dict[str, Tensor], tolerance: float) -
     return all(torch.allclose(left[name], right[name], rtol=tolerance, atol=tolerance) for name in left)
 
 
-@pytest.mark.parametrize("job", ["ddp", "fsdp2", "fsdp2, meta", "ddp, delayed", "fsdp2, delayed"])
+@pytest.mark.parametrize(
+    "job",
+    [
+        "ddp",
+        "fsdp2",
+        "fsdp2, meta",
+        "ddp, delayed",
+        "fsdp2, delayed",
+        "ddp, torchao",
+        "fsdp2, torchao",
+        "fsdp2, torchao, gathered",
+        "fsdp2, torchao, gathered, meta",
+    ],
+)
 def test_fp8_runs_on_every_rank_and_ranks_stay_equal(ranks: list[dict[str, Any]], job: str) -> None:
     first, second = (rank[job] for rank in ranks)
     assert first["fp8"] == second["fp8"] == list(LAYERS)

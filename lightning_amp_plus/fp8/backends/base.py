@@ -46,6 +46,10 @@ class Backend(ABC):
             gemms: Which of the layer's GEMMs run in FP8; the others in BF16.
         """
 
+    def outside_fp8(self, otherwise: Forward) -> Forward:
+        """The forward in evaluation, or while FP8 is off; here just ``otherwise``, the one around FP8."""
+        return otherwise
+
     def prepare(self, module: nn.Module, recipe: Recipe) -> None:
         """Gives a module what the backend keeps for it, when a route is installed; here nothing."""
         return
