@@ -52,7 +52,9 @@ class Journal:
         self.consensus = Consensus()
         self.device = torch.device("cpu")
         self._unranked: list[StepReport] = []
-        self._deferred = False  # whether a verdict since the last log point is known to the device only
+        # Whether a verdict since the last log point is known to the device only. The same on every rank, whoever has read
+        # what in between.
+        self.deferred = False
         self._subscribers: list[tuple[Subscriber, Callable[[Any], bool] | None]] = []
         self._pending: list[StepReport] = []
         self._warned: set[str] = set()
@@ -88,10 +90,10 @@ class Journal:
             self._unranked.append(report)
             if on_host or log_point:  # the same windows on every rank, whoever has read what in between
                 self._name_ranks()
+        self.deferred = not log_point and (self.deferred or not on_host)
         for subscriber, _ in list(self._subscribers):
             subscriber(report)
-        self._deferred = not log_point and (self._deferred or not on_host)
-        if not self._deferred:
+        if not self.deferred:
             self.settle()
             self._check_health()
 
@@ -129,11 +131,6 @@ class Journal:
         by_rank = self.consensus.gather(flags).tolist()
         for column, report in enumerate(overflowed):
             report.values.ranks = tuple(rank for rank, row in enumerate(by_rank) if row[column])
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether reports wait whose verdict only the device knows."""
-        return any(isinstance(report.values.found_inf, Tensor) for report in self._pending)
 
     def settle(self) -> History:
         """The history with every report counted: one transfer for all that only the device knew, none without any."""
@@ -226,7 +223,7 @@ class Journal:
             "consensus",
             "device",
             "_unranked",
-            "_deferred",
+            "deferred",
             "_subscribers",
             "_pending",
         )

@@ -100,13 +100,7 @@ def decide(
     Raises:
         ValueError: If a rule matches nothing or only the whole model, asks by exact name for what cannot be, or asks for
             FP8 and no layer can compute in it.
-        NotImplementedError: If the policy asks for ``fp8_when_stable``.
     """
-    if policy.fp8_when_stable:
-        raise NotImplementedError(
-            "fp8_when_stable is not available yet in this version. Use fp8_after_steps, which begins FP8 after a number of "
-            "applied steps."
-        )
     matched = [_modules_of(rule, names) for rule in policy.rules]
     kept: list[str] = []
     for rule, modules in zip(policy.rules, matched, strict=True):

@@ -106,7 +106,8 @@ class PrecisionPolicy:
         rules: Exceptions, the last match wins. Mappings are accepted in place of `Rule`.
         fallback: What happens where a format cannot run: an error, or BF16, counted and named.
         fp8_after_steps: Applied steps before FP8 begins.
-        fp8_when_stable: Let FP8 begin only once training is stable.
+        fp8_when_stable: Let FP8 begin only once loss and gradient norm have been quiet for 100 applied steps, but not
+            before ``fp8_after_steps``; ``docs/fp8.md`` says what that means.
         fp8_in_evaluation: Evaluate in FP8 too, rather than in BF16.
 
     Raises:

@@ -259,7 +259,7 @@ class AmpPrecision(FSDPPrecision):
 
     def _apply_plan(self, module: Module, moves: tuple[Move, ...]) -> None:
         policy = moved_policy(self.policy, moves)
-        new = replace(plan(module, policy, hardware=self.device), notes=self._notes)
+        new = self._with_notes(plan(module, policy, hardware=self.device))
         sharded = fsdp2_units(module) or is_fsdp1(module)
         if self._masters is not None and not sharded:
             self._masters.capture(module.parameters())
@@ -269,6 +269,9 @@ class AmpPrecision(FSDPPrecision):
         new.apply(module, storage=not (sharded and self.policy.master_weights))
         self.plan = new
         self._fp8.take_plan(module)
+
+    def _with_notes(self, plan: RoutePlan) -> RoutePlan:
+        return replace(plan, notes=tuple(dict.fromkeys((*plan.notes, *self._notes))))
 
     def fsdp2_policy(self, module: Module, name: str | None = None) -> Any:
         """The ``mp_policy`` for ``fully_shard(module, mp_policy=...)``, as this plugin's policy wants it.
@@ -391,9 +394,8 @@ class AmpPrecision(FSDPPrecision):
             for warning in silent_faults(optimizer):
                 _warn(warning)
         self._items.clear()
-        self._fp8.count()
-        if self.policy.fp8_after_steps or self._fp8.histories:
-            self._hooks.until_undone(self.subscribe(self._fp8.on_report))
+        if self._fp8.start.may_wait or self._fp8.histories:
+            self._hooks.until_undone(self.subscribe(self._fp8.on_report, self._fp8.start.wants_grad_norm))
         self._sequence.begin_fit(
             optimizers,
             module.named_parameters,
@@ -428,7 +430,7 @@ class AmpPrecision(FSDPPrecision):
         note = f"sync_each_microbatch=False holds {held:,.1f} MiB of unsharded gradients a rank until a window closes."
         self._notes = (note,)
         if self.plan is not None:
-            self.plan = replace(self.plan, notes=self._notes)
+            self.plan = self._with_notes(self.plan)
         return deferral
 
     def _was_skipped(self) -> bool:
@@ -449,6 +451,7 @@ class AmpPrecision(FSDPPrecision):
 
     def _discard_window(self, interrupted: bool = False) -> None:
         self._sequence.ledger.discard(interrupted)
+        self._fp8.start.discard_window()
         if interrupted:
             self._fp8.discard_window()
         self._items.clear()
@@ -457,6 +460,7 @@ class AmpPrecision(FSDPPrecision):
     def teardown(self) -> None:
         """Counts what is still on the device and takes back what was wrapped."""
         self._sequence.end_fit()
+        self._fp8.start.say_why_not()
         self._hooks.undo()
         self._contract.resume.close()
 
@@ -465,6 +469,8 @@ class AmpPrecision(FSDPPrecision):
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         """Scales the loss and runs ``on_before_backward``."""
+        if self._fp8.start.observing:
+            self._fp8.start.note_loss(*self._items.whole_loss(tensor, module))
         return Precision.pre_backward(self, self._sequence.scale_loss(tensor), module)
 
     @override
@@ -610,7 +616,7 @@ class AmpPrecision(FSDPPrecision):
         if self._module is not None and moves != self._moves:
             self._apply_plan(self._module, moves)
         self._moves = moves
-        self._fp8.count()
+        self._fp8.start.load(judgment.manifest)
         self._fp8.load_state_dict(document)
 
     def _named_parameters(self) -> Iterable[tuple[str, Tensor]]:
@@ -689,11 +695,14 @@ class AmpPrecision(FSDPPrecision):
                 "process. Make the plugin anew on each rank."
             )
         dropped = ("_module", "_hooks", "_items", "_verdict_awaited", "_notes", "_contract", "_fp8")
-        return {name: value for name, value in self.__dict__.items() if name not in dropped}
+        kept = {name: value for name, value in self.__dict__.items() if name not in dropped}
+        return {**kept, "_fp8_start": self._fp8.start.state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        fp8_start = state["_fp8_start"]
+        self.__dict__.update({name: value for name, value in state.items() if name != "_fp8_start"})
         self._forget_run()
+        self._fp8.start.copy_from(fp8_start)
 
     def __repr__(self) -> str:
         scale = "none" if self.scaler is None else f"{'dynamic' if self.scaler.dynamic else 'static'}"

@@ -193,7 +193,6 @@ def plan(model: nn.Module, policy: PrecisionPolicy | str, hardware: str | torch.
     Raises:
         ValueError: If a rule matches nothing, the whole model or a module whose format is fixed.
         TypeError: If a module that needs a route cannot carry one.
-        NotImplementedError: If the policy asks for ``fp8_when_stable``.
     """
     if isinstance(policy, str):
         policy = PrecisionPolicy.from_string(policy)
@@ -205,7 +204,16 @@ def plan(model: nn.Module, policy: PrecisionPolicy | str, hardware: str | torch.
     routes = tuple(
         _route(name, names.module[name], decision, policy, device_type) for name, decision in decisions.items()
     )
-    return RoutePlan(policy, device_type, routes, kept_buffers)
+    return RoutePlan(policy, device_type, routes, kept_buffers, _notes(policy))
+
+
+def _notes(policy: PrecisionPolicy) -> tuple[str, ...]:
+    steps = f"after {policy.fp8_after_steps} applied steps" if policy.fp8_after_steps else ""
+    quiet = "once loss and gradient norm are quiet" if policy.fp8_when_stable else ""
+    if not steps and not quiet:
+        return ()
+    when = ", and ".join(part for part in (steps, quiet) if part)
+    return (f"FP8 begins {when}; until then its modules compute in BF16. Said when it does.",)
 
 
 def outline(model: nn.Module, policy: PrecisionPolicy, device_type: str = "cpu") -> dict[str, Any]:

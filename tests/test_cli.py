@@ -94,6 +94,17 @@ def test_prints_the_plan_as_plain_text_in_a_pipe(capsys: pytest.CaptureFixture[s
     assert head.split()[1] == "fp32" and head.endswith("logits")
 
 
+def test_says_what_fp8_waits_for(capsys: pytest.CaptureFixture[str]) -> None:
+    model = MODEL.replace("width: 3", "width: 16")
+    assert (
+        main(
+            ["explain", "--config", config(f"trainer: {{precision: {{compute: fp8, fp8_when_stable: true}}}}\n{model}")]
+        )
+        == 0
+    )
+    assert "FP8 begins once loss and gradient norm are quiet" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "trainer",
     [

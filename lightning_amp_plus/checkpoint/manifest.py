@@ -11,10 +11,11 @@ A section that is ``None`` was not recorded: by an older version, by another lib
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from lightning_amp_plus.errors import IncompatiblePrecisionError
 
@@ -137,6 +138,53 @@ class Fp8(_Section):
 
     modules: dict[str, Fp8Module]
     amax_clock: Literal["window", "micro_batch"] = "window"
+
+
+def _finite(numbers: Sequence[float | None]) -> None:
+    if not all(math.isfinite(number) for number in numbers if number is not None):
+        raise ValueError("expected finite numbers")
+
+
+class Observed(_Section):
+    """The last applied steps of one optimizer, while FP8 waits for stability; see ``Stability``.
+
+    Attributes:
+        optimizer: Its index.
+        norms: Gradient norms, oldest first.
+        losses: Losses of the same steps; ``None`` where there was none.
+        peak: The highest level of the loss so far.
+    """
+
+    optimizer: int = Field(ge=0)
+    norms: list[float]
+    losses: list[float | None]
+    peak: float | None
+
+    @model_validator(mode="after")
+    def _sound(self) -> Observed:
+        if len(self.norms) != len(self.losses):
+            raise ValueError("expected as many losses as norms")
+        _finite([*self.norms, *self.losses, self.peak])
+        return self
+
+
+class Fp8Start(_Section):
+    """When FP8 began, or what is known while it waits.
+
+    Attributes:
+        begun_at: Applied steps when it began; ``None`` if it has not.
+        open_loss: Sum of the open window's losses over ranks, and of their weights.
+        observed: What was seen of each optimizer that stepped.
+    """
+
+    begun_at: int | None = Field(ge=0)
+    open_loss: list[float] = Field(default=[0.0, 0.0], min_length=2, max_length=2)
+    observed: list[Observed] = []
+
+    @model_validator(mode="after")
+    def _sound(self) -> Fp8Start:
+        _finite(self.open_loss)
+        return self
 
 
 class Clipping(_Section):
@@ -285,6 +333,7 @@ class Manifest(_Section):
     loss_scale: LossScaleEntry | None = None
     master_weights_kept: bool | None = None
     fp8: Fp8 | None = None
+    fp8_start: Fp8Start | None = None
     clipping: Clipping | None = None
     accumulation: Accumulation | None = None
     strategy: StrategyEntry | None = None

@@ -433,6 +433,27 @@ def _fp8_clock(saved: Manifest, current: Manifest) -> _Judgment | None:
     return _differs(saved.fp8.amax_clock, current.fp8.amax_clock, "refuse", why, "Keep the amax clock as it was.")
 
 
+def _fp8_start(saved: Manifest, current: Manifest) -> _Judgment | None:
+    if saved.fp8_start is None or current.fp8_start is None or saved.policy is None or current.policy is None:
+        return None
+    (_, stable), (after, now_stable) = _waits(saved.policy), _waits(current.policy)
+    begun_at = saved.fp8_start.begun_at
+    before = "waits" if begun_at is None else "on" if begun_at == 0 else f"on since step {begun_at}"
+    if saved.history.applied < after:
+        now = f"waits for step {after}{' and for stability' if now_stable else ''}"
+        return ("ok", before, now, "", "") if begun_at is None else ("note", before, now, "FP8 is off until then.", "")
+    if begun_at is not None:
+        return "ok", before, "stays on", "", ""
+    if stable and not now_stable:
+        return "note", before, "begins", "FP8 waits no longer for stability.", ""
+    return "ok", before, "waits for stability" if now_stable else "begins", "", ""
+
+
+def _waits(policy: Mapping[str, Any]) -> tuple[int, bool]:
+    after = policy.get("fp8_after_steps")
+    return after if isinstance(after, int) else 0, policy.get("fp8_when_stable") is True
+
+
 def _accumulation(saved: Manifest, current: Manifest) -> _Judgment | None:
     if saved.accumulation is None or current.accumulation is None:
         return None
@@ -646,6 +667,12 @@ TABLE: tuple[Check, ...] = (
         "length of the amax histories",
         "another: convert",
         _fp8("history_length", "convert", "The newest part of the history is kept; a longer one fills up.", ""),
+    ),
+    Check(
+        "fp8_start",
+        "whether FP8 had begun, and what it waits for",
+        "on stays on, but not before `fp8_after_steps`: note; no longer waiting for stability: note",
+        _fp8_start,
     ),
     Check("fp8_clock", "what advances an amax history, under delayed scaling", "another: refuse", _fp8_clock, True),
     Check(

@@ -265,6 +265,11 @@ def _fp8(manifest: Manifest) -> Iterator[tuple[str, str]]:
         if (manifest.precision or "").startswith("fp8"):
             yield "fp8", UNKNOWN
         return
+    start = manifest.fp8_start
+    if start is None:
+        yield "fp8 begun", UNKNOWN
+    else:
+        yield "fp8 begun", "not yet" if start.begun_at is None else f"after {start.begun_at} applied steps"
     yield "amax clock", manifest.fp8.amax_clock
     alike: dict[str, list[tuple[str, str]]] = {}
     for name, module in manifest.fp8.modules.items():

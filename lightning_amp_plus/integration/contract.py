@@ -134,6 +134,7 @@ class CheckpointContract:
             "moves": [move.model_dump() for move in moves],
             "loss_scale": None if self._plugin.scaler is None else self._plugin.scaler.describe(),
             "master_weights_kept": policy.master_weights,
+            "fp8_start": self._fp8.start.state().model_dump() if policy.uses_fp8 else None,
             **self._sequence.state_dict(),
         }
 
@@ -224,6 +225,7 @@ class CheckpointContract:
             # A resumed run that had nothing left to train never came to putting its random states back.
             states = self.resume.waiting_states or random_state.capture(device)
             ranks = tensors["random_state"] = random_state.gather(states, device)
+            self._fp8.start.settle(with_open=True)
             random = RandomState(ranks=len(ranks), generators=sorted(ranks[0]))
         if "master_weights" in state:
             tensors["master_weights"] = state["master_weights"]
@@ -392,6 +394,7 @@ class CheckpointContract:
             together(trainer, lambda: put_back(gradients["ranks"][rank], parameters), "the open window")
             self._sequence.ledger.resume_window(int(gradients["backwards"]))
             self._items.take_list(gradients["items"][rank])
+            self._fp8.start.reopen()
             self._fp8.note_again(document.get("fp8_noted") or {})
 
         self.resume.when_training_starts(trainer, reopen)

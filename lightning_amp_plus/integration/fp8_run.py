@@ -1,4 +1,4 @@
-"""FP8 over a run: when it begins, and what becomes of amax histories when a window closes. Used by ``precision``."""
+"""FP8 over a run: whether it is on, and what becomes of amax histories when a window closes. Used by ``precision``."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch.nn import Module
 from lightning_amp_plus.fp8.backends.transformer_engine import Engine, delayed_engines, region
 from lightning_amp_plus.fp8.delayed import AmaxHistory, histories_of
 from lightning_amp_plus.fp8.switch import switch_fp8
+from lightning_amp_plus.integration.fp8_start import Start
 from lightning_amp_plus.journal import Journal
 from lightning_amp_plus.policy import PrecisionPolicy
 from lightning_amp_plus.step_report import StepReport
 
 
 class Fp8Run:
-    """Keeps FP8 off until its steps have come, and advances amax histories once a window.
+    """Keeps FP8 off until it is to begin, and advances amax histories once a window.
 
     Args:
-        policy: Whose ``fp8_after_steps`` counts.
+        policy: Says when FP8 begins.
         journal: Knows the applied steps and how ranks agree.
     """
 
     def __init__(self, policy: PrecisionPolicy, journal: Journal) -> None:
-        self._after = policy.fp8_after_steps
         self._journal = journal
         self._module: Module | None = None
-        self._waits = False
+        self.start = Start(policy, journal, self._switch)
         self.histories: list[AmaxHistory] = []
         self._engines: dict[str, Engine] = {}
 
@@ -51,25 +51,18 @@ class Fp8Run:
         self._module = module
         self.histories = histories_of(module.modules())
         self._engines = delayed_engines(module.named_modules())
-        self.count()
+        self._switch(self.start.begun)
 
-    def count(self) -> None:
-        """Begins FP8 if enough steps have been applied, and ends it if not."""
-        if self._after and self._module is not None:
-            started = self._journal.history.applied >= self._after
-            switch_fp8(self._module, started)
-            self._waits = not started
+    def _switch(self, on: bool) -> None:
+        if self._module is not None:
+            switch_fp8(self._module, on)
 
     def on_report(self, report: StepReport) -> None:
         """A window closed; called on every rank."""
-        journal = self._journal
-        # Asked where every rank knows the verdict: each window, or at log points where only the device knows it.
-        if self._waits and (journal.windows % journal.settle_every == 0 or not journal.has_waiting):
-            journal.settle()
-            self.count()
+        self.start.on_report(report)
         found = report.values.found_inf
         applied: Tensor | bool = found == 0 if isinstance(found, Tensor) else not found and report.verdictless is None
-        reduce_max = journal.consensus.maximum if journal.consensus.world_size > 1 else None
+        reduce_max = self._journal.consensus.maximum if self._journal.consensus.world_size > 1 else None
         for history in self.histories:
             history.end_window(applied, reduce_max)
 

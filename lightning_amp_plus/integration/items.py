@@ -40,6 +40,17 @@ class ItemCounts:
             raise ValueError(f"training_step returned num_items={count!r}; expected the number of items, 0 or more.")
         self._counts.append(count)
 
+    def whole_loss(self, loss: Tensor, module: Any) -> tuple[Tensor, float | Tensor]:
+        """The loss that backward is called on as ``training_step`` made it, and the number of items it was summed over.
+
+        In automatic optimization Lightning has divided it by ``accumulate_grad_batches``. The number is 1 for a mean.
+        """
+        trainer = getattr(module, "_trainer", None)
+        if trainer is None or not module.automatic_optimization:
+            return loss, 1.0
+        count = self._counts[-1] if self._counts else None
+        return loss.detach() * trainer.accumulate_grad_batches, 1.0 if count is None else count
+
     def clear(self) -> None:
         """A new window begins."""
         self._counts.clear()

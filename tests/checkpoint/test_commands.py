@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -289,6 +290,9 @@ def test_inspect_shows_a_damaged_loss_scale_and_fp8(capsys: pytest.CaptureFixtur
     json.loads(printed(capsys, "inspect", "nan.ckpt", "--json"))
     torch.save({CHECKPOINT_KEY: document("fp8-mixed")}, "fp8.ckpt")
     assert "first, second  recipe delayed, history_length 16" in printed(capsys, "inspect", "fp8.ckpt")
+    for begun_at, said in ((None, "not yet"), (40, "after 40 applied steps")):
+        torch.save({CHECKPOINT_KEY: document("fp8-mixed", fp8_start__begun_at=begun_at)}, "fp8.ckpt")
+        assert re.search(f"fp8 begun +{said}", printed(capsys, "inspect", "fp8.ckpt"))
 
 
 def test_inspect_prints_foreign_names_on_one_line_and_without_markup(

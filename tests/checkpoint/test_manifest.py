@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import platform
 import types
 import typing
@@ -44,6 +45,7 @@ def full() -> dict[str, Any]:
         {**move, "recipe": {"name": "current", "power_of_two": False}, "gemms": ["fprop"], "backend": "torchao"}
     ]
     plain["window"] = {"micro_batches": 2, "size": 4, "gradients": "stored"}
+    plain["fp8_start"]["observed"] = [{"optimizer": 0, "norms": [1.5], "losses": [2.5], "peak": 3.5}]
     return plain
 
 
@@ -129,6 +131,20 @@ def test_the_full_document_comes_back_from_json_and_from_a_weights_only_checkpoi
     assert Manifest.from_dict(json.loads(manifest.to_json()), "it") == manifest
     torch.save(manifest.to_dict(), tmp_path / "a.pt")
     assert Manifest.from_dict(torch.load(tmp_path / "a.pt", weights_only=True), "it") == manifest
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("fp8_start", "observed", 0, "norms"), [1.5, 1.5], "as many losses as norms"),
+        (("fp8_start", "observed", 0, "losses"), [math.nan], "finite numbers"),
+        (("fp8_start", "observed", 0, "peak"), math.inf, "finite numbers"),
+        (("fp8_start", "open_loss"), [math.nan, 1.0], "finite numbers"),
+    ],
+)
+def test_what_was_observed_has_to_be_sound(path: Path_, value: Any, said: str) -> None:
+    with pytest.raises(IncompatiblePrecisionError, match=said):
+        Manifest.from_dict(put(path, value), "it")
 
 
 def plain_types(value: Any) -> bool:

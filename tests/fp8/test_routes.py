@@ -110,9 +110,19 @@ def test_mx_asks_for_multiples_of_32() -> None:
     assert computes(routes)["1"] == "fp8"
 
 
-def test_what_is_not_there_yet_is_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="fp8_when_stable"):
-        plan(Net(), fp8(fp8_when_stable=True))
+@pytest.mark.parametrize(
+    ("settings", "when"),
+    [
+        ({"fp8_after_steps": 7}, "after 7 applied steps"),
+        ({"fp8_when_stable": True}, "once loss and gradient norm are quiet"),
+        ({"fp8_after_steps": 7, "fp8_when_stable": True}, "after 7 applied steps, and once loss and gradient norm"),
+    ],
+)
+def test_the_plan_says_what_fp8_waits_for(settings: dict[str, Any], when: str) -> None:
+    routes = plan(Net(), fp8(**settings))
+    assert f"FP8 begins {when}" in str(routes) and "until then its modules compute in BF16" in str(routes)
+    assert RoutePlan.from_json(routes.to_json()) == routes
+    assert plan(Net(), fp8()).notes == ()
 
 
 def test_fp16_around_fp8_is_refused() -> None:

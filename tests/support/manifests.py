@@ -114,10 +114,11 @@ def document(precision: str = "16-mixed", /, **changes: Any) -> dict[str, Any]:
     policy = PrecisionPolicy.from_string(precision)
     scaled = policy.compute == "fp16"
     module = route(policy.compute, policy.params, policy.params)
-    fp8 = None
+    fp8 = fp8_start = None
     if policy.uses_fp8:
         recipe = {"recipe": "delayed", "history_length": 16, "backend": "torchao", "amax_group": "world"}
         fp8 = {"modules": {"first": dict(recipe), "second": dict(recipe)}, "amax_clock": "window"}
+        fp8_start = {"begun_at": 0, "open_loss": [0.0, 0.0], "observed": []}
     plain: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "policy": policy.to_dict(),
@@ -176,6 +177,7 @@ def document(precision: str = "16-mixed", /, **changes: Any) -> dict[str, Any]:
         else None,
         "master_weights_kept": False,
         "fp8": fp8,
+        "fp8_start": fp8_start,
         "clipping": {"value": 1.0, "algorithm": "norm"},
         "accumulation": {"batches": 4, "partial_window": "lightning", "sync_each_microbatch": True},
         "strategy": {"name": "DDPStrategy", "world_size": 2, "mesh": {"data_parallel": 2}},
