@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_amp_plus import AmpPrecision, PrecisionPolicy, Rule, plan
 from lightning_amp_plus.fp8 import CurrentScaling, DelayedScaling, Recipe, activation_checkpoint
+from tests.distributed.test_fp8_over_ranks import train
 from tests.fp8.test_training import Regressor, batches
 from tests.support.fp8_contract import CONTRACT, error, grads, layer, routed, run, tokens
 from tests.support.training import ResumableLoader, make_trainer, same, weights
@@ -254,6 +255,19 @@ def histories_of_rank() -> tuple[dict[str, tuple[Tensor, Tensor]], list[float]]:
     trainer = make_trainer(AmpPrecision(policy()), strategy="ddp", devices=2, max_epochs=1)
     trainer.fit(model, ResumableLoader(mine))
     return histories(model), [batch.abs().max().item() for batch in batches(4)]
+
+
+def sharded_and_replicated() -> list[dict[str, Any]]:
+    as_if_on_a_gpu()
+    rules = [Rule("net.[02]", compute="fp8", recipe=DELAYED, backend=NAME)]
+    return [train(sharded, PrecisionPolicy("bf16", rules=rules)) for sharded in (True, False)]
+
+
+def test_fsdp2_and_ddp_train_the_same_model_over_emulated_kernels() -> None:
+    for sharded, replicated in run_in_transformer_engine(sharded_and_replicated, ranks=2):
+        assert sharded["fp8"] == replicated["fp8"] == ["net.0", "net.2"]
+        for name, weight in replicated["weights"].items():
+            assert torch.allclose(sharded["weights"][name], weight, rtol=2e-3, atol=2e-3), name
 
 
 def test_two_ranks_share_amax_values_over_emulated_kernels() -> None:
