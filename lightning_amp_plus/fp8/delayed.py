@@ -49,7 +49,11 @@ class AmaxHistory:
     def noted(self) -> Tensor:
         """What was noted in the open window, ``[modules, operands]``."""
         device = next((place.device for row in self._noted for place in row if place.device.type != "cpu"), None)
-        return torch.stack([torch.stack([place.to(device or place.device) for place in row]) for row in self._noted])
+        for row in self._noted if device is not None else ():
+            for column, place in enumerate(row):
+                if place.device != device:  # for good: sent there anew in every window, it would wait for the device
+                    row[column] = place.to(device)
+        return torch.stack([torch.stack(row) for row in self._noted])
 
     def note_again(self, noted: Mapping[str, Tensor]) -> None:
         """Takes notes of an open window by module name: those of a checkpoint, or of an earlier plan."""
@@ -77,7 +81,9 @@ class AmaxHistory:
             reduce_max(noted)
         if self._past.device != noted.device:
             self._past, self._scales = self._past.to(noted.device), self._scales.to(noted.device)
-        enters = (noted > 0) & torch.isfinite(noted) & torch.as_tensor(applied, device=noted.device)
+        enters = (
+            (noted > 0) & torch.isfinite(noted) & applied
+        )  # a plain bool as it is: as a tensor it would be sent there
         older = torch.cat([noted.unsqueeze(-1), self._past[..., :-1]], dim=-1)
         self._past = torch.where(enters.unsqueeze(-1), older, self._past)
         self.discard()

@@ -94,6 +94,21 @@ def test_a_discarded_window_leaves_no_note() -> None:
     assert of.state_dict()["a"][0].max() == 2.0
 
 
+@pytest.mark.parametrize("applied", [True, torch.ones((), dtype=torch.bool, device="meta")], ids=["known", "unknown"])
+def test_after_the_first_window_nothing_is_sent_to_or_from_the_device(applied: Any) -> None:
+    of = history(history=2)  # of which "b" never runs
+
+    def places() -> list[Tensor]:
+        return [of._past, of._scales, *(place for row in of._noted for place in row)]
+
+    for turn in range(3):
+        amax = torch.ones(1, 1, device="meta")  # where whatever asks for a number raises
+        of.note(0, "input", amax)
+        assert of.scale(0, "input", amax).device.type == "meta"
+        of.end_window(applied, None)
+        assert {place.device.type for place in places()} == {"meta"}, turn
+
+
 @pytest.mark.parametrize("length", [2, 8])
 def test_a_history_of_another_length_keeps_the_newest_part(length: int) -> None:
     of, other = history(history=4), history(history=length)

@@ -1,4 +1,8 @@
-"""What every FP8 backend has to do, as plain functions for tests, and for a subprocess where a backend needs it."""
+"""What every FP8 backend has to do, as plain functions for tests, and for a subprocess where a backend needs it.
+
+Everything is on torch's default device: ``with torch.device("cuda")`` around a check asks a GPU. Numbers are drawn on the
+CPU, so they are the same everywhere.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +21,35 @@ from lightning_amp_plus.fp8 import Recipe
 IN, OUT = 64, 96
 
 
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def normal(*shape: int, seed: int) -> Tensor:
+    drawn = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def layer(bias: bool = True) -> nn.Linear:
     made = nn.Linear(IN, OUT, bias=bias)
     with torch.no_grad():
-        made.weight.copy_(torch.randn(OUT, IN, generator=generator(1)) / 8)
+        made.weight.copy_(normal(OUT, IN, seed=1) / 8)
         if bias:
-            made.bias.copy_(torch.randn(OUT, generator=generator(2)))
+            made.bias.copy_(normal(OUT, seed=2))
     return made
 
 
 def routed(model: nn.Module, backend: str, recipe: Recipe, **arguments: Any) -> nn.Module:
-    """A model with its Linear layers in FP8."""
-    rule = Rule("type:Linear", compute="fp8", recipe=recipe, backend=backend, **arguments)  # type: ignore[arg-type]
+    """A model with its Linear layers in FP8, each named: others stay in BF16 on a GPU that would not be faster in FP8."""
     wrapped = nn.Sequential(model) if isinstance(model, nn.Linear) else model
-    plan(wrapped, PrecisionPolicy("bf16", rules=[rule])).apply(wrapped)
+    names = [name for name, module in wrapped.named_modules() if isinstance(module, nn.Linear)]
+    rules = [Rule(name, compute="fp8", recipe=recipe, backend=backend, **arguments) for name in names]  # type: ignore[arg-type]
+    plan(wrapped, PrecisionPolicy("bf16", rules=rules)).apply(wrapped)
     return model
 
 
 def tokens(count: int = 32) -> Tensor:
-    return torch.randn(count, IN, generator=generator(3))
+    return normal(count, IN, seed=3)
 
 
 def grads(count: int = 32) -> Tensor:
-    return torch.randn(count, OUT, generator=generator(4))
+    return normal(count, OUT, seed=4)
 
 
 def run(model: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,7 +57,7 @@ def run(model: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tens
     weight: Any = model.weight
     weight.grad = None
     x = x.detach().clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(x.device.type, torch.bfloat16):
         y = model(x)
     y.backward(grad.to(y.dtype))
     assert x.grad is not None
@@ -60,6 +66,11 @@ def run(model: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def error(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+def alike(found: Tensor, wanted: Tensor) -> bool:
+    """Whether the bits are equal; on a GPU, whose GEMMs add up in an order that follows the shape, up to that order."""
+    return torch.equal(found, wanted) if found.device.type == "cpu" else error(found, wanted) < 4e-3
 
 
 def errors_are_those_of_fp8(backend: str, recipe: Recipe) -> None:
@@ -89,7 +100,7 @@ def any_number_of_tokens_is_exact(backend: str, recipe: Recipe) -> None:
         grad = torch.cat([grads(count), torch.zeros(zeros, OUT)])
         padded, whole = run(model, tokens(count), grads(count)), run(model, x, grad)
         for mine, reference in zip(padded, whole, strict=True):
-            assert torch.equal(mine, reference[: len(mine)]), count
+            assert alike(mine, reference[: len(mine)]), count
 
 
 def leading_dimensions_stay(backend: str, recipe: Recipe) -> None:
@@ -163,8 +174,8 @@ def the_model_stays_what_it_is(backend: str, recipe: Recipe) -> None:
 
 def evaluation_is_in_bf16(backend: str, recipe: Recipe) -> None:
     model = routed(layer(), backend, recipe).eval()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(model(tokens()), layer()(tokens()))
+    with torch.autocast(tokens().device.type, torch.bfloat16):
+        assert alike(model(tokens()), layer()(tokens()))
 
 
 def recomputation_gives_the_same(backend: str, recipe: Recipe) -> None:
