@@ -404,9 +404,15 @@ def _fp8_modules(saved: Manifest, current: Manifest) -> Iterator[tuple[str, Fp8M
                 yield name, saved.fp8.modules[name], module
 
 
-def _fp8(attribute: str, different: Verdict, why: str, remedy: str) -> Callable[[Manifest, Manifest], _Judgment | None]:
+def _fp8(
+    attribute: str, different: Verdict, why: str, remedy: str, where_both_have_one: bool = False
+) -> Callable[[Manifest, Manifest], _Judgment | None]:
     def judge(saved: Manifest, current: Manifest) -> _Judgment | None:
-        both = list(_fp8_modules(saved, current))
+        both = [
+            (name, before, now)
+            for name, before, now in _fp8_modules(saved, current)
+            if not where_both_have_one or None not in (getattr(before, attribute), getattr(now, attribute))
+        ]
         if not both:
             return None
         changed = [
@@ -665,8 +671,15 @@ TABLE: tuple[Check, ...] = (
     Check(
         "fp8_history",
         "length of the amax histories",
-        "another: convert",
-        _fp8("history_length", "convert", "The newest part of the history is kept; a longer one fills up.", ""),
+        "another: refuse (allowed: the newest part is kept, a longer one fills up)",
+        _fp8(
+            "history_length",
+            "refuse",
+            "Scales would look back on another number of steps than the weights were trained with.",
+            "Give the recipe its history length back.",
+            where_both_have_one=True,  # of another recipe that row speaks
+        ),
+        waivable=True,
     ),
     Check(
         "fp8_start",

@@ -1,7 +1,7 @@
 """Megatron-Bridge#1730: an FP8 run resumes with the amax histories it had, and with no other recipe unnoticed.
 
-Another recipe is refused, with both shown. Another history length goes on, with a warning that shows both: of a longer
-history the newest part is kept, a shorter one fills up, so every scale still comes from amax values that were seen.
+Another recipe or history length is refused, with both shown. Where another length is allowed, the newest part of a longer
+history is kept and a shorter one fills up, so every scale still comes from amax values that were seen.
 """
 
 import re
@@ -75,12 +75,13 @@ def test_another_recipe_is_refused_with_both_shown(saved: Path, other: Recipe, b
 
 
 @pytest.mark.parametrize("length", [2, 8])
-def test_another_length_goes_on_with_the_newest_amax_values_and_shows_both(saved: Path, length: int) -> None:
+def test_another_length_is_refused_with_both_shown_and_may_be_allowed(saved: Path, length: int) -> None:
     kept = torch.load(saved, weights_only=True)["lightning_amp_plus"]["fp8_histories"]
-    with pytest.warns(UserWarning, match="fp8_history") as caught:
-        found = histories(resume(saved, DelayedScaling(history=length)))
-    text = " ".join(str(warning.message) for warning in caught)
-    assert re.search(rf"(?s)fp8_history\s.*body\.0 4.*body\.0 {length}.*convert", text), text
+    with pytest.raises(IncompatiblePrecisionError) as caught:
+        resume(saved, DelayedScaling(history=length))
+    assert re.search(rf"(?s)fp8_history\s.*body\.0 4.*body\.0 {length}.*refuse", str(caught.value)), str(caught.value)
+    with pytest.warns(UserWarning, match="fp8_history"):
+        found = histories(resume(saved, DelayedScaling(history=length), allow=["fp8_history"]))
     for name, past in found.items():
         shorter = min(length, 4)
         assert torch.equal(past[:, :shorter], kept[name][:, :shorter]) and not past[:, shorter:].any()
