@@ -19,6 +19,7 @@ from lightning_amp_plus.casts import DTYPES, Swap, cast_floating, put_back, refu
 from lightning_amp_plus.fp8.delayed import slot_of
 from lightning_amp_plus.fp8.linear import fp8_linear
 from lightning_amp_plus.fp8.selection import Fp8Route
+from lightning_amp_plus.fp8.weights import forget_weight, kept_weight_of
 
 FP8_SWITCH = "_amp_fp8_on"  # an attribute of a module in FP8; without it FP8 is on
 _METRIC_METHODS = ("forward", "update", "compute")
@@ -105,6 +106,7 @@ def unroute_module(module: nn.Module) -> None:
             "or undo them before it."
         )
     vars(module).pop(FP8_SWITCH, None)
+    forget_weight(module)
     _set_class(module, module._amp_base)
 
 
@@ -240,7 +242,8 @@ def _in_fp8(fp8: Fp8Route, otherwise: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(nn.Linear.forward)
     def forward(self: Any, input: Tensor) -> Any:
         if (self.training or fp8.in_evaluation) and getattr(self, FP8_SWITCH, True):
-            return fp8_linear(input, self.weight, self.bias, fp8.recipe, fp8.gemms, slot_of(self))
+            slot, kept = slot_of(self), kept_weight_of(self)
+            return fp8_linear(input, self.weight, self.bias, fp8.recipe, fp8.gemms, slot, kept)
         return otherwise(self, input)
 
     return forward

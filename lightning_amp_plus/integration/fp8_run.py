@@ -1,8 +1,8 @@
-"""FP8 over a run: when it begins, and what becomes of amax histories when a window closes. Used by ``precision``."""
+"""FP8 over a run: when it begins, and what a window does to amax histories and kept weights. Used by ``precision``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,8 +10,10 @@ from torch.nn import Module
 
 from lightning_amp_plus.fp8.delayed import AmaxHistory, histories_of
 from lightning_amp_plus.fp8.switch import switch_fp8
+from lightning_amp_plus.fp8.weights import WindowWeights
 from lightning_amp_plus.journal import Journal
 from lightning_amp_plus.policy import PrecisionPolicy
+from lightning_amp_plus.routed import route_of
 from lightning_amp_plus.step_report import StepReport
 
 
@@ -29,11 +31,13 @@ class Fp8Run:
         self._module: Module | None = None
         self._waits = False
         self.histories: list[AmaxHistory] = []
+        self.weights = WindowWeights()
 
     def take_plan(self, module: Module) -> None:
         """A plan was applied to ``module``: finds its histories, and switches FP8 off again if it is too early."""
         self._module = module
         self.histories = histories_of(module.modules())
+        self.weights.attach(m for m in module.modules() if (route := route_of(m)) is not None and route.fp8 is not None)
         self.count()
 
     def count(self) -> None:
@@ -58,8 +62,19 @@ class Fp8Run:
 
     def discard_window(self) -> None:
         """An exception ended the open window."""
+        self.weights.end()
         for history in self.histories:
             history.discard()
+
+    def ends_window(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure of a window's last forward and backward, after which the optimizer changes weights."""
+
+        def last() -> Any:
+            result = closure()
+            self.weights.end()
+            return result
+
+        return last
 
     def noted(self) -> dict[str, Tensor]:
         """Amax values of the open window by module name, the largest over ranks; every rank has to call it."""
@@ -84,3 +99,4 @@ class Fp8Run:
         """Takes the histories of the modules that are still in FP8, by name."""
         for history in self.histories:
             history.load_state_dict(state)
+        self.weights.release()  # they were scaled by other histories
