@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_amp_plus.fp8.delayed import Slot
-from lightning_amp_plus.fp8.op import fp8_gemm
+from lightning_amp_plus.fp8.op import fp8_gemm, settled
 from lightning_amp_plus.fp8.quantize import amax_of, scale_and_round, scale_of
 from lightning_amp_plus.fp8.recipes import Operand, Recipe
 from lightning_amp_plus.fp8.weights import KeptWeight
@@ -59,6 +59,7 @@ def prepare(x: Tensor, operand: Operand, recipe: Recipe, slot: Slot | None = Non
     """
     format, granularity = recipe.format_of(operand), recipe.granularity_of(operand)
     length = {"block_1x128": 128, "mx_32": 32}.get(granularity)
+    x = settled(x)
     rows, columns = x.shape
     if length is not None:  # as strips, each a row of its own
         x = torch.nn.functional.pad(x, (0, -columns % length)).reshape(rows, -(-columns // length), length)
