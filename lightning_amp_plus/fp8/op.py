@@ -47,7 +47,7 @@ def settled(x: Tensor) -> Tensor:
 
     Inductor fuses what makes a tensor with what reads it, and then leaves out the rounding to BF16 in between: operands
     would be quantized from other numbers than in an eager run, and than backward reads. Rounding explicitly, by bits,
-    costs it three times what the copy does.
+    costs it several times what the copy does.
     """
     if x.dtype != torch.bfloat16 or not torch.compiler.is_compiling():
         return x

@@ -80,14 +80,21 @@ def prepare(x: Tensor, operand: Operand, recipe: Recipe, slot: Slot | None = Non
 
 
 def multiply(left: Prepared, right: Prepared, role: Gemm) -> Tensor:
-    """``left @ right.T`` with both factors applied; BF16 ``[left rows, right rows]``."""
+    """``left @ right.T`` with both factors applied; BF16 ``[left rows, right rows]``.
+
+    Scales a row hold over all of FP32. With scales a tensor, where both together leave FP32, results below 4e-37 are zero.
+    """
     formats = f"{left.format} x {right.format}".lower()
     product = fp8_gemm(left.values, right.values, role, formats)
     if left.factor.numel() == right.factor.numel() == 1:
-        return product.mul_((left.factor * right.factor).reshape(()))
-    if left.power_of_two and right.power_of_two:
-        return product.mul_(left.factor).mul_(right.factor.t())
-    return (product.float().mul_(left.factor).mul_(right.factor.t())).to(product.dtype)
+        # Bounded by FP32's largest number, since a zero times infinity is no zero.
+        return product.mul_((left.factor * right.factor).clamp(max=(2.0 - 2.0**-23) * 2.0**127).reshape(()))
+    # The factor of a row near FP32's end would, at once, overflow (or leave nothing) where with the column's it does not. A
+    # product is below 2**40, so 2**60 either way is safe, and what remains is 1 but for such rows.
+    first = left.factor.clamp(2.0**-60, 2.0**60)
+    exact = left.power_of_two and right.power_of_two
+    wide = product if exact else product.float()
+    return wide.mul_(first).mul_(right.factor.t()).mul_(left.factor / first).to(product.dtype)
 
 
 class Fp8Matmul(torch.autograd.Function):
