@@ -443,6 +443,7 @@ class AmpPrecision(FSDPPrecision):
         def watched(*args: Any, **kwargs: Any) -> Any:
             if starts_window(trainer):
                 self._discard_window()
+                self._fp8.weights.begin(several=not closes_window(trainer))
             output = training_step(*args, **kwargs)
             self._items.note(output)
             return output
@@ -461,6 +462,7 @@ class AmpPrecision(FSDPPrecision):
         """Counts what is still on the device and takes back what was wrapped."""
         self._sequence.end_fit()
         self._fp8.start.say_why_not()
+        self._fp8.weights.end()
         self._hooks.undo()
         self._contract.resume.close()
 
@@ -505,6 +507,7 @@ class AmpPrecision(FSDPPrecision):
         """One window: unscale once, verdict, hooks, clipping, step or skip, update."""
         if self.scaler is not None:
             refuse_lbfgs(optimizer, self.precision)
+        closure = self._fp8.ends_window(closure)
 
         def hooks() -> None:
             with self._outside_autocast(model):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_amp_plus.casts import DTYPES, Swap, cast_floating, put_back, refuse_writes, swap_in_fp32
 from lightning_amp_plus.fp8.backends import BACKENDS
 from lightning_amp_plus.fp8.selection import Fp8Route
+from lightning_amp_plus.fp8.weights import forget_weight
 
 FP8_SWITCH = "_amp_fp8_on"  # an attribute of a module in FP8; without it FP8 is on
 _METRIC_METHODS = ("forward", "update", "compute")
@@ -104,6 +105,7 @@ def unroute_module(module: nn.Module) -> None:
             "or undo them before it."
         )
     vars(module).pop(FP8_SWITCH, None)
+    forget_weight(module)
     _set_class(module, module._amp_base)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from lightning_amp_plus.fp8.delayed import Slot
 from lightning_amp_plus.fp8.recipes import Gemm, Recipe
 from lightning_amp_plus.fp8.reference import Fp8Matmul
+from lightning_amp_plus.fp8.weights import KeptWeight
 
 
 def fp8_linear(
@@ -17,6 +18,7 @@ def fp8_linear(
     recipe: Recipe,
     gemms: tuple[Gemm, ...],
     slot: Slot | None = None,
+    kept: KeptWeight | None = None,
 ) -> Tensor:
     """``input @ weight.T + bias`` with FP8 GEMMs, as under an autocast of BF16.
 
@@ -27,13 +29,14 @@ def fp8_linear(
         recipe: How scales are chosen.
         gemms: Which GEMMs run in FP8.
         slot: Where delayed scaling keeps the layer's amax values.
+        kept: Where the quantized weight is kept while a window is open.
 
     Returns:
         BF16, ``[..., out_features]``.
     """
     tokens = input.reshape(-1, input.shape[-1]).to(torch.bfloat16)
     with torch.autocast(input.device.type, enabled=False):
-        output: Tensor = Fp8Matmul.apply(tokens, weight, recipe, gemms, slot)  # type: ignore[no-untyped-call]
+        output: Tensor = Fp8Matmul.apply(tokens, weight, recipe, gemms, slot, kept)  # type: ignore[no-untyped-call]
         if bias is not None:
             output = output + bias.to(torch.bfloat16)
     return output.reshape(*input.shape[:-1], weight.shape[0])

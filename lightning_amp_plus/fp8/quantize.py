@@ -7,7 +7,9 @@ exactly and needs no slow cast.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +18,10 @@ from lightning_amp_plus.formats import BF16, FP32, Format
 from lightning_amp_plus.fp8.recipes import Granularity
 
 _BLOCK, _STRIP = 128, 32
-_LARGEST_SCALE = 2.0**126  # its inverse is a normal FP32 number still
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+# torch.compile(dynamic=True) makes an input of the graph of every float it finds in an object, and cannot pass them into an
+# autograd.Function; what comes of a function marked so it takes as it is.
+_constant: Callable[[_Function], _Function] = torch.compiler.assume_constant_result
 
 
 @dataclass(frozen=True)
@@ -88,8 +93,8 @@ def scale_of(amax: Tensor, format: Format, *, margin: int = 0, power_of_two: boo
         FP32 of the same shape, from 2^-126 to 2^126.
     """
     usable = (amax > 0) & torch.isfinite(amax)
-    scale = (format.max_finite * 2.0**-margin) / torch.where(usable, amax, 1.0)
-    scale = torch.where(usable, scale, 1.0).clamp(2.0**-126, _LARGEST_SCALE)
+    scale = _top(format, margin) / torch.where(usable, amax, 1.0)
+    scale = torch.where(usable, scale, 1.0).clamp(2.0**-126, 2.0**126)  # its inverse is a normal FP32 number still
     if power_of_two:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)  # the fraction's bits off: rounded down
     return scale
@@ -118,12 +123,27 @@ def scale_and_round(x: Tensor, scale: Tensor, format: Format) -> Tensor:
 
 def _round_in_place(wide: Tensor, format: Format) -> Tensor:
     """Rounds an FP32 buffer that nobody else needs. Passes over memory are the whole cost, so every step is in place."""
-    wide.clamp_(-format.max_finite, format.max_finite)
+    wide.clamp_(-_top(format), _top(format))
     # One step of the format around x is 2**(exponent - fraction_bits). A number whose own FP32 step is that one, added
     # and taken away again, leaves x rounded to it, by the processor's round-half-to-even.
-    power = (wide.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=format.min_normal)
-    magic = power.mul_(1.5 * 2.0 ** (FP32.fraction_bits - format.fraction_bits))
+    power = (wide.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=_min_normal(format))
+    magic = power.mul_(_magic(format))
     return wide.add_(magic).sub_(magic).to(BF16.dtype)
+
+
+@_constant
+def _top(format: Format, margin: int = 0) -> float:
+    return format.max_finite * 2.0**-margin
+
+
+@_constant
+def _min_normal(format: Format) -> float:
+    return format.min_normal
+
+
+@_constant
+def _magic(format: Format) -> float:
+    return 1.5 * 2.0 ** (FP32.fraction_bits - format.fraction_bits)
 
 
 def quantize(

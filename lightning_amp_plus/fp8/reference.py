@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_amp_plus.fp8.delayed import Slot
-from lightning_amp_plus.fp8.op import fp8_gemm
+from lightning_amp_plus.fp8.op import fp8_gemm, settled
 from lightning_amp_plus.fp8.quantize import amax_of, scale_and_round, scale_of
 from lightning_amp_plus.fp8.recipes import Gemm, Operand, Recipe
+from lightning_amp_plus.fp8.weights import KeptWeight
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def prepare(x: Tensor, operand: Operand, recipe: Recipe, slot: Slot | None = Non
     """
     format, granularity = recipe.format_of(operand), recipe.granularity_of(operand)
     length = {"block_1x128": 128, "mx_32": 32}.get(granularity)
+    x = settled(x)
     rows, columns = x.shape
     if length is not None:  # as strips, each a row of its own
         x = torch.nn.functional.pad(x, (0, -columns % length)).reshape(rows, -(-columns // length), length)
@@ -75,34 +77,49 @@ def prepare(x: Tensor, operand: Operand, recipe: Recipe, slot: Slot | None = Non
 
 
 def multiply(left: Prepared, right: Prepared, role: Gemm) -> Tensor:
-    """``left @ right.T`` with both factors applied; BF16 ``[left rows, right rows]``."""
+    """``left @ right.T`` with both factors applied; BF16 ``[left rows, right rows]``.
+
+    Scales a row hold over all of FP32. With scales a tensor, where both together leave FP32, results below 4e-37 are zero.
+    """
     formats = f"{left.format} x {right.format}".lower()
     product = fp8_gemm(left.values, right.values, role, formats)
     if left.factor.numel() == right.factor.numel() == 1:
-        return product.mul_((left.factor * right.factor).reshape(()))
-    if left.power_of_two and right.power_of_two:
-        return product.mul_(left.factor).mul_(right.factor.t())
-    return (product.float().mul_(left.factor).mul_(right.factor.t())).to(product.dtype)
+        # Bounded by FP32's largest number, since a zero times infinity is no zero.
+        return product.mul_((left.factor * right.factor).clamp(max=(2.0 - 2.0**-23) * 2.0**127).reshape(()))
+    # The factor of a row near FP32's end would, at once, overflow (or leave nothing) where with the column's it does not. A
+    # product is below 2**40, so 2**60 either way is safe, and what remains is 1 but for such rows.
+    first = left.factor.clamp(2.0**-60, 2.0**60)
+    exact = left.power_of_two and right.power_of_two
+    wide = product if exact else product.float()
+    return wide.mul_(first).mul_(right.factor.t()).mul_(left.factor / first).to(product.dtype)
 
 
 class Fp8Matmul(torch.autograd.Function):
     """``input @ weight.T`` with up to three FP8 GEMMs; those switched off run in BF16.
 
     With one scale a tensor, each operand is quantized once and serves two GEMMs. Finer scales follow the contracted
-    dimension, so there each GEMM quantizes its own two operands (as the hardware does).
+    dimension, so there each GEMM quantizes its own two operands (as the hardware does). Where the layer is in an
+    accumulation window of several micro-batches, its weight is quantized in the first of them.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, gemms: tuple[Gemm, ...], slot: Slot | None = None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        recipe: Recipe,
+        gemms: tuple[Gemm, ...],
+        slot: Slot | None = None,
+        kept: KeptWeight | None = None,
     ) -> Tensor:
         """See the class; ``x`` is ``[tokens, in]``, ``weight`` ``[out, in]``."""
         ctx.recipe, ctx.gemms, ctx.slot, ctx.dtypes = recipe, gemms, slot, (x.dtype, weight.dtype)
+        ctx.weight_now = None if kept is None else kept.now(weight)
         once = recipe.one_scale_a_tensor
         # What backward will multiply: quantized here where it can be, else the operand itself.
         ctx.kept_left, ctx.kept_right = once and "wgrad" in gemms, once and "dgrad" in gemms
         left = prepare(x, "input", recipe, slot) if "fprop" in gemms or ctx.kept_left else None
-        right = prepare(weight, "weight", recipe, slot) if "fprop" in gemms or ctx.kept_right else None
+        right = _weight(ctx, weight, "rows", slot) if "fprop" in gemms or ctx.kept_right else None
         saved = _parts(left) if ctx.kept_left else (x,)
         saved += _parts(right) if ctx.kept_right else (weight,)
         ctx.save_for_backward(*saved)
@@ -136,7 +153,7 @@ class Fp8Matmul(torch.autograd.Function):
             elif shared is not None:
                 grad_x = multiply(shared, right.t(), "dgrad")
             else:
-                sides = prepare(grad, "grad_output", recipe), prepare(right.t(), "weight", recipe)
+                sides = prepare(grad, "grad_output", recipe), _weight(ctx, right.t(), "columns")
                 grad_x = multiply(*sides, "dgrad")
             grad_x = grad_x.to(ctx.dtypes[0])
         if ctx.needs_input_grad[1]:
@@ -148,7 +165,15 @@ class Fp8Matmul(torch.autograd.Function):
                 sides = prepare(grad.t(), "grad_output", recipe), prepare(left.t(), "input", recipe)
                 grad_weight = multiply(*sides, "wgrad")
             grad_weight = grad_weight.to(ctx.dtypes[1])
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _weight(ctx: Any, weight: Tensor, contracted: str, slot: Slot | None = None) -> Prepared:
+    """The quantized weight, by which of its dimensions is contracted; in a window made once."""
+    if ctx.weight_now is None or torch.compiler.is_compiling():
+        return prepare(weight, "weight", ctx.recipe, slot)
+    made: Prepared = ctx.weight_now.once(contracted, lambda: prepare(weight, "weight", ctx.recipe, slot))
+    return made
 
 
 def _parts(prepared: Prepared | None) -> tuple[Tensor, ...]:

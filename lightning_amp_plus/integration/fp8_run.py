@@ -1,8 +1,8 @@
-"""FP8 over a run: whether it is on, and what becomes of amax histories when a window closes. Used by ``precision``."""
+"""FP8 over a run: whether it is on, and what a window does to amax histories and kept weights. Used by ``precision``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch.nn import Module
 from lightning_amp_plus.fp8.backends.transformer_engine import Engine, delayed_engines, region
 from lightning_amp_plus.fp8.delayed import AmaxHistory, histories_of
 from lightning_amp_plus.fp8.switch import switch_fp8
+from lightning_amp_plus.fp8.weights import WindowWeights
 from lightning_amp_plus.integration.fp8_start import Start
 from lightning_amp_plus.journal import Journal
 from lightning_amp_plus.policy import PrecisionPolicy
+from lightning_amp_plus.routed import route_of
 from lightning_amp_plus.step_report import StepReport
 
 
@@ -32,6 +34,7 @@ class Fp8Run:
         self.start = Start(policy, journal, self._switch)
         self.histories: list[AmaxHistory] = []
         self._engines: dict[str, Engine] = {}
+        self.weights = WindowWeights()
 
     @property
     def keeps_histories(self) -> bool:
@@ -51,6 +54,11 @@ class Fp8Run:
         self._module = module
         self.histories = histories_of(module.modules())
         self._engines = delayed_engines(module.named_modules())
+        self.weights.attach(
+            part
+            for part in module.modules()
+            if (route := route_of(part)) is not None and route.fp8 is not None and route.fp8.backend == "reference"
+        )
         self._switch(self.start.begun)
 
     def _switch(self, on: bool) -> None:
@@ -68,8 +76,19 @@ class Fp8Run:
 
     def discard_window(self) -> None:
         """An exception ended the open window."""
+        self.weights.end()
         for history in self.histories:
             history.discard()
+
+    def ends_window(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure of a window's last forward and backward, after which the optimizer changes weights."""
+
+        def last() -> Any:
+            result = closure()
+            self.weights.end()
+            return result
+
+        return last
 
     def noted(self) -> dict[str, Tensor]:
         """Amax values of the open window by module name, the largest over ranks; every rank has to call it."""
@@ -102,3 +121,4 @@ class Fp8Run:
         for name, engine in self._engines.items():
             if name in histories and name in scales:
                 engine.take_histories(histories[name], scales[name])
+        self.weights.release()  # they were scaled by other histories

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as L
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_amp_plus import AmpPrecision, PrecisionPolicy, Rule
 from lightning_amp_plus.fp8 import DelayedScaling
 from lightning_amp_plus.fp8.delayed import histories_of
+from lightning_amp_plus.fp8.weights import KEPT, WindowWeights
 from lightning_amp_plus.routed import route_of
 from tests.support.sharding import fit_on_rank, outcomes_of, outcomes_or_failure, whole_weights
 
@@ -79,6 +81,26 @@ def train(
     }
 
 
+def accumulate(sharded: bool, recipe: str, keep: bool) -> dict[str, Any]:
+    """Trains two windows of four micro-batches, with weights kept for a window or not."""
+
+    class Watched(Regressor):
+        held = 0
+
+        def on_after_backward(self) -> None:
+            places = [vars(m)[KEPT] for m in self.modules() if KEPT in vars(m)]
+            self.held = max(self.held, sum(len(place.entries) for place in places))
+
+    batches = list(torch.randn(8, 32, 16, generator=torch.Generator().manual_seed(1)))
+    mine = [batch.chunk(2)[dist.get_rank()] for batch in batches]
+    policy = PrecisionPolicy("bf16", rules=[Rule("net.[02]", compute="fp8", recipe=recipe)])
+    model = Watched(sharded)
+    with patch.object(WindowWeights, "begin", WindowWeights.begin if keep else lambda self, several: self.end()):
+        strategy = ModelParallelStrategy(2, 1) if sharded else DDPStrategy()
+        fit_on_rank(model, AmpPrecision(policy), strategy, mine, accumulate_grad_batches=4)
+    return {"weights": whole_weights(model), "held": model.held}
+
+
 def jobs() -> dict[str, Any]:
     return outcomes_of(
         {
@@ -94,6 +116,14 @@ def jobs() -> dict[str, Any]:
             "ddp in bf16": partial(train, False, "bf16-mixed"),
             "ddp, inf on one rank": partial(train, False, inf=True),
             "fsdp2, inf on one rank": partial(train, True, inf=True),
+        }
+        | {
+            f"{'fsdp2' if sharded else 'ddp'}, {recipe}, {'kept' if keep else 'anew'}": partial(
+                accumulate, sharded, recipe, keep
+            )
+            for sharded in (False, True)
+            for recipe in ("delayed", "rowwise")
+            for keep in (True, False)
         }
     )
 
@@ -149,3 +179,15 @@ def test_an_infinite_input_on_one_rank_skips_the_window_on_all(ranks: list[dict[
     for rank in ranks:
         assert rank[job]["skipped"] == 1
         assert all(weight.isfinite().all() for weight in rank[job]["weights"].values())
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_weights_kept_for_a_window_change_no_bit_and_no_shard_is_kept_in_whole(
+    ranks: list[dict[str, Any]], strategy: str, recipe: str
+) -> None:
+    for rank in ranks:
+        kept, anew = (rank[f"{strategy}, {recipe}, {how}"] for how in ("kept", "anew"))
+        assert all(torch.equal(kept["weights"][name], anew["weights"][name]) for name in kept["weights"])
+        # Two layers; by columns only the second, since the input of the first needs no gradient.
+        assert kept["held"] == (0 if strategy == "fsdp2" else 2 if recipe == "delayed" else 3) and anew["held"] == 0

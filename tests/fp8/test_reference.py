@@ -116,6 +116,33 @@ def test_rows_with_a_scale_of_their_own_survive_an_outlier() -> None:
     assert sqnr(reference, by_row) > sqnr(reference, by_tensor) + 10
 
 
+@pytest.mark.parametrize("recipe", [RowwiseScaling(), RowwiseScaling(power_of_two=False)], ids=repr)
+@pytest.mark.parametrize("row", [1e-44, 1e-38, 1e-20, 1.0, 1e20, 1e38, 3e38])
+@pytest.mark.parametrize("column", [1e-38, 1e-12, 1.0, 1e12, 1e38])
+def test_rows_near_the_ends_of_fp32_give_what_fp64_gives(recipe: Recipe, row: float, column: float) -> None:
+    """Finite wherever that is, although a product times one of the two factors may be not."""
+    x, w = normal(16, 64).clamp(-1, 1), normal(32, 64, seed=1).clamp(-1, 1)
+    x[3] *= row
+    w[5] *= column
+    exact = [quantize(t, E4M3, "row", power_of_two=recipe.power_of_two_scales) for t in (x, w)]
+    left, right = (q.values.double() * q.scale_inv.double() for q in exact)
+    reference = left @ right.t()
+    result = multiply(prepare(x, "input", recipe), prepare(w, "weight", recipe), "fprop").double()
+    ratio = reference.abs() / torch.finfo(torch.bfloat16).max
+    fits = ratio < 1 - 2.0**-7  # between the two, rounding decides
+    assert result[fits].isfinite().all() and not result[ratio > 1 + 2.0**-7].isfinite().any()
+    # Two roundings to BF16, and below its normal numbers a few of its subnormal steps.
+    allowed = 2.0**-7 * reference.abs() + 2.0**-130
+    assert bool(((result - reference).abs() <= allowed)[fits].all())
+
+
+def test_a_row_of_zeros_stays_one_where_scales_together_leave_fp32() -> None:
+    x, w = normal(16, 64) * 1e37, normal(32, 64, seed=1) * 1e37
+    x[3] = 0.0
+    result = multiply(*(prepare(t, o, CurrentScaling()) for t, o in ((x, "input"), (w, "weight"))), "fprop")  # type: ignore[arg-type]
+    assert not result[3].any() and not result[0].isfinite().any()
+
+
 # -------------------------------------------------------------------- awkward input
 
 

@@ -10,6 +10,7 @@ from lightning_amp_plus.fp8.backends.base import Backend, Forward
 from lightning_amp_plus.fp8.delayed import slot_of
 from lightning_amp_plus.fp8.linear import fp8_linear
 from lightning_amp_plus.fp8.recipes import Gemm, Recipe
+from lightning_amp_plus.fp8.weights import kept_weight_of
 
 
 class Reference(Backend):
@@ -26,6 +27,6 @@ class Reference(Backend):
         """See :func:`~lightning_amp_plus.fp8.linear.fp8_linear`."""
 
         def forward(module: Any, input: Tensor) -> Tensor:
-            return fp8_linear(input, module.weight, module.bias, recipe, gemms, slot_of(module))
+            return fp8_linear(input, module.weight, module.bias, recipe, gemms, slot_of(module), kept_weight_of(module))
 
         return forward
