@@ -2,7 +2,7 @@
 
 Bars, eager: current scaling 1.8 at 256-1024 and 1.45 at 1024-1024, delayed 2.0 and 1.5. Compiled, over BF16 eager too:
 current 1.6 and 1.3. The other recipes are shown beside it. The time is rounding: a GEMM in BF16 costs the same whatever
-its numbers are.
+its numbers are. Below it the torchao backend over torchao's own converted layer (bar 1.02).
 
     PYTHONPATH=. python benchmarks/fp8_linear.py
 """
@@ -50,6 +50,27 @@ def step_of(recipe: Recipe | None, inner: int, outer: int, compiled: bool = Fals
     return step
 
 
+def torchao_step(inner: int, outer: int, ours: bool) -> Callable[[], None]:
+    """A step by torchao: of its own converted layer, or of ours that goes by it."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(inner, outer))
+    if ours:
+        rule = Rule("0", compute="fp8", recipe=CurrentScaling(), backend="torchao")
+        plan(model, PrecisionPolicy("bf16", rules=[rule])).apply(model)
+    else:
+        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("tensorwise"))
+    x = torch.randn(TOKENS, inner).bfloat16().requires_grad_()
+    gradient = torch.randn(TOKENS, outer).bfloat16()
+
+    def step() -> None:
+        x.grad = model[0].weight.grad = model[0].bias.grad = None
+        model(x).backward(gradient)
+
+    return step
+
+
 def medians(steps: dict[str, Callable[[], None]]) -> dict[str, float]:
     """Median seconds of each, taken in turns."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -79,6 +100,16 @@ def main() -> None:
                 for name, value in found.items()
             ]
     table(f"Forward and backward of {TOKENS} tokens, over BF16", ["layer", "recipe", "time", "ratio"], rows)
+    rows = []
+    for inner, outer in ((256, 1024), (1024, 1024)):
+        found = medians(
+            {"plain": torchao_step(inner, outer, ours=False), "ours": torchao_step(inner, outer, ours=True)}
+        )
+        ratio = found["ours"] / found["plain"]
+        rows.append(
+            [f"{inner}-{outer}", *(f"{found[name] * 1e3:.2f} ms" for name in ("plain", "ours")), f"{ratio:.3f}"]
+        )
+    table("torchao, current scaling", ["layer", "its own layer", "this backend", "ratio"], rows)
 
 
 if __name__ == "__main__":
