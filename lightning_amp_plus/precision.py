@@ -54,6 +54,8 @@ from lightning_amp_plus.integration.windows import closes_window, closing_window
 from lightning_amp_plus.matching import compute_of, fp8_settings
 from lightning_amp_plus.policy import ComputeFormat, PrecisionPolicy, Rule
 from lightning_amp_plus.routing import RoutePlan, plan
+from lightning_amp_plus.scaling.consensus import Consensus
+from lightning_amp_plus.scaling.grad_norm import ShardedGradNorm
 from lightning_amp_plus.scaling.loss_scale import LossScale
 from lightning_amp_plus.scaling.master_weights import MasterWeights
 from lightning_amp_plus.scaling.scaler import LossScaler, make_scaler
@@ -195,6 +197,16 @@ class AmpPrecision(FSDPPrecision):
             grad_norm: Says for which windows ``fn`` wants the gradient norm; that costs a pass over the gradients.
         """
         return self._sequence.journal.subscribe(fn, grad_norm)
+
+    @property
+    def consensus(self) -> Consensus:
+        """The ranks that take the verdict together; callbacks add up over the same ones."""
+        return self._sequence.journal.consensus
+
+    def holders(self, parameter: Tensor) -> int:
+        """Number of ranks that hold the same elements of a parameter as this one, itself included."""
+        grad_norm = self._sequence.verdicts.grad_norm
+        return grad_norm.holders(parameter) if isinstance(grad_norm, ShardedGradNorm) else self.consensus.world_size
 
     def set_route(self, module_name: str, compute: ComputeFormat, reason: str = "") -> None:
         """Moves a module, and what is below it, to another compute format while training. The optimizer is not touched.

@@ -7,7 +7,7 @@ reading many reports through :func:`resolve` costs one transfer for all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -125,8 +125,25 @@ def resolve(reports: Iterable[StepReport], everything: bool = False) -> None:
 
     Args:
         reports: Reports to resolve.
+        everything: As in :func:`unresolved`.
+    """
+    numbers, take = unresolved(reports, everything)
+    if numbers is not None:
+        take(numbers.tolist())
+
+
+def unresolved(
+    reports: Iterable[StepReport], everything: bool = False
+) -> tuple[Tensor | None, Callable[[Sequence[float]], None]]:
+    """What the device alone knows of ``reports``, for who moves it to the host together with other numbers.
+
+    Args:
+        reports: Reports to resolve.
         everything: Also the norm and the overflow's origin of reports whose verdict the host knows. For verdicts
             still on the device they come along in any case.
+
+    Returns:
+        A vector, or ``None`` if there is nothing; and what takes its numbers on the host.
     """
     waiting: list[tuple[Values, str, Tensor]] = []
     for report in reports:
@@ -142,13 +159,16 @@ def resolve(reports: Iterable[StepReport], everything: bool = False) -> None:
                 waiting.extend((values, "losses", loss) for loss in values.losses)
                 values.losses = ()
         waiting.extend((values, name, value) for name in wanted if isinstance(value := getattr(values, name), Tensor))
+
+    def take(numbers: Sequence[float]) -> None:
+        for (values, name, _), number in zip(waiting, numbers, strict=True):
+            if name == "losses":
+                values.forward_overflow = bool(values.forward_overflow) or not math.isfinite(number)
+            else:
+                setattr(values, name, bool(number) if name in ("found_inf", "forward_overflow") else number)
+
     if not waiting:
-        return
+        return None, take
     dtype = torch.float64 if any(t.dtype == torch.float64 for _, _, t in waiting) else torch.float32
     device = waiting[0][2].device
-    numbers = torch.stack([t.detach().to(device, dtype).reshape(()) for _, _, t in waiting]).tolist()
-    for (values, name, _), number in zip(waiting, numbers, strict=True):
-        if name == "losses":
-            values.forward_overflow = bool(values.forward_overflow) or not math.isfinite(number)
-        else:
-            setattr(values, name, bool(number) if name in ("found_inf", "forward_overflow") else number)
+    return torch.stack([t.detach().to(device, dtype).reshape(()) for _, _, t in waiting]), take

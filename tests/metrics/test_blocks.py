@@ -1,0 +1,81 @@
+"""Blocks: every reduction by tensor equals the obvious one, whatever is stacked or cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_amp_plus.metrics.blocks import Blocks
+
+
+def made(shapes: list[tuple[int, ...]], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+SHAPES = st.lists(st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple), min_size=1, max_size=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(SHAPES, st.integers(1, 40))
+def test_sum_and_max_by_tensor_are_those_of_each_tensor(shapes: list[tuple[int, ...]], elements: int) -> None:
+    tensors = made(shapes)
+    blocks = Blocks(tensors, elements)
+    matrices = list(blocks.of(tensors))
+    assert all(matrix.numel() <= max(elements, 1) or matrix.shape[0] == 1 for matrix in matrices)
+    sums = blocks.sum([torch.stack([m.double().sum(1), m.double().square().sum(1)], 1) for m in matrices])
+    peaks = blocks.max([m.abs().amax(1, keepdim=True) for m in matrices])
+    if not matrices:
+        assert sums.shape == peaks.shape == (len(tensors), 0)
+        return
+    for position, tensor in enumerate(tensors):
+        wanted = [tensor.double().sum(), tensor.double().square().sum()]
+        assert torch.allclose(sums[position], torch.stack(wanted), rtol=1e-9, atol=1e-9)
+        assert peaks[position, 0] == (tensor.abs().amax() if tensor.numel() else 0)
+
+
+def test_lists_stay_aligned_also_where_memory_is_transposed() -> None:
+    weight = torch.randn(6, 4).t()
+    state = torch.empty_like(weight).copy_(weight * 2)
+    other = (weight * 2).contiguous()
+    for second in (state, other):
+        blocks = Blocks([weight, weight])
+        for left, right in blocks.together([weight, weight], [second, second]):
+            assert torch.equal(left * 2, right)
+
+
+def test_the_largest_passes_nan_on() -> None:
+    tensors = [torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0]), torch.zeros(0)]
+    blocks = Blocks(tensors)
+    found = blocks.max([m.abs().amax(1, keepdim=True) for m in blocks.of(tensors)], empty=-1.0).flatten()
+    assert found[0].isnan() and found[1:].tolist() == [2.0, -1.0]
+
+
+def test_dtypes_are_not_mixed_and_small_tensors_share_ops() -> None:
+    class Count(TorchDispatchMode):
+        ops = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.ops += "view" not in str(func) and "aten" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    tensors = [torch.ones(64) for _ in range(200)] + [torch.ones(64, dtype=torch.bfloat16) for _ in range(200)]
+    blocks = Blocks(tensors)
+    assert len(blocks) == 2
+    with Count() as count:
+        found = blocks.sum([matrix.double().sum(1, keepdim=True) for matrix in blocks.of(tensors)])
+    assert count.ops < 20 and found.flatten().tolist() == [64.0] * 400
+
+
+@pytest.mark.parametrize("size", [15_000_000])
+def test_a_sum_of_squares_of_many_elements_keeps_its_digits(size: int) -> None:
+    tensor = torch.randn(size, generator=torch.Generator().manual_seed(0)).abs() + 0.5
+    blocks = Blocks([tensor])
+    found = blocks.sum([matrix.square().sum(1, keepdim=True) for matrix in blocks.of([tensor])])
+    assert float(found.squeeze()) == pytest.approx(float(tensor.double().square().sum()), rel=1e-6)
