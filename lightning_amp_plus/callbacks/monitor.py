@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_amp_plus.callbacks.layers import LayerHistory
 from lightning_amp_plus.callbacks.readout import Measurement, read
 from lightning_amp_plus.precision import AmpPrecision
 from lightning_amp_plus.step_report import StepReport
@@ -80,6 +81,10 @@ class Monitor(pl.Callback):
     def take(self, numbers: Sequence[Tensor], step: int) -> Mapping[str, float]:
         """What to log, from the numbers of :meth:`measure` over all ranks."""
         return {}
+
+    def layer_histories(self) -> Sequence[LayerHistory]:
+        """Numbers of layers over log points, for a picture."""
+        return ()
 
     def finish(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The fit ends without an exception."""
