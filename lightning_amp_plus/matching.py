@@ -19,13 +19,17 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class Decision(NamedTuple):
-    """One module's format, the `match` of the deciding rule (or ``""``), why, whether it is torchmetrics' own, and FP8."""
+    """One module's format, the `match` of the deciding rule (or ``""``), why, whether it is torchmetrics' own, and FP8.
+
+    ``left_out``: of a Linear that was to be in FP8 and is not, ``shape``, ``backend``, ``hardware`` or ``other``.
+    """
 
     compute: str
     rule: str
     reason: str
     metric: bool
     fp8: Fp8Route | None = None
+    left_out: str = ""
 
 
 class _Wish(NamedTuple):
@@ -174,21 +178,28 @@ class _Fp8Choice:
         if why is None and not wish.own:
             why = better_high(aliases, module, self._embeddings)
         if why is not None:
-            if not any(True for _ in module.children()):  # of a container it is what is inside that counts
-                self._denied.setdefault(rule, []).append(f"{aliases[0] or '(model)'}: {why}")
-            return Decision(self._policy.base_compute, match, why, False)
+            return self._denial(module, rule, why)
         gemms = tuple(rule.gemms) if rule is not None and rule.gemms is not None else GEMMS
         backend, why = self._backend(rule, recipe, gemms)
         if backend is None:
-            self._denied.setdefault(rule, []).append(f"{aliases[0] or '(model)'}: {why}")
-            return Decision(self._policy.base_compute, match, why, False)
+            return self._denial(module, rule, why)
         small = None if backend.emulated or self._device_type == "cpu" or wish.own else too_small(module, recipe)
         if small is not None:
-            self._denied.setdefault(rule, []).append(f"{aliases[0] or '(model)'}: {small}")
-            return Decision(self._policy.base_compute, match, small, False)
+            return self._denial(module, rule, small)
         self._granted.add(rule)
         route = Fp8Route(recipe, gemms, backend.name, self._policy.fp8_in_evaluation)
         return Decision("fp8", match, f"{wish.reason}; {why}", False, route)
+
+    def _denial(self, module: nn.Module, rule: Rule | None, why: str) -> Decision:
+        if not any(True for _ in module.children()):  # of a container it is what is inside that counts
+            name = self._names.aliases[id(module)][0] or "(model)"
+            self._denied.setdefault(rule, []).append(f"{name}: {why}")
+        kind = why.partition(":")[0]
+        kind = kind if kind in ("shape", "backend", "hardware") else "other"
+        match = "" if rule is None else rule.match
+        return Decision(
+            self._policy.base_compute, match, why, False, None, kind if isinstance(module, nn.Linear) else ""
+        )
 
     def _backend(self, rule: Rule | None, recipe: Recipe, gemms: tuple[Gemm, ...]) -> tuple[Backend | None, str]:
         """What multiplies, and why that; ``None`` and the obstacle where a rule's own cannot and the policy takes BF16."""

@@ -4,6 +4,7 @@ The plugin plans and applies before training; the manifest, the census and the c
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -204,10 +205,26 @@ def plan(model: nn.Module, policy: PrecisionPolicy | str, hardware: str | torch.
     routes = tuple(
         _route(name, names.module[name], decision, policy, device_type) for name, decision in decisions.items()
     )
-    return RoutePlan(policy, device_type, routes, kept_buffers, _notes(policy))
+    return RoutePlan(policy, device_type, routes, kept_buffers, _notes(policy, names, decisions))
 
 
-def _notes(policy: PrecisionPolicy) -> tuple[str, ...]:
+def _notes(policy: PrecisionPolicy, names: ModelNames, decisions: Mapping[str, Decision]) -> tuple[str, ...]:
+    return (*_count_of_fp8(names, decisions), *_start_of_fp8(policy))
+
+
+def _count_of_fp8(names: ModelNames, decisions: Mapping[str, Decision]) -> tuple[str, ...]:
+    """How many layers compute in FP8, and how many that were to do not; a shared layer counts once."""
+    each = list({id(names.module[name]): decision for name, decision in decisions.items()}.values())
+    left_out = Counter(decision.left_out for decision in each if decision.left_out)
+    count = sum(decision.fp8 is not None for decision in each)
+    if not count and not left_out:
+        return ()
+    why = ", ".join(f"{kind} {number}" for kind, number in sorted(left_out.items()))
+    others = f"; {left_out.total()} that were to do not ({why}; see their reasons)" if left_out else ""
+    return (f"{count} Linear layer{'' if count == 1 else 's'} in FP8{others}.",)
+
+
+def _start_of_fp8(policy: PrecisionPolicy) -> tuple[str, ...]:
     steps = f"after {policy.fp8_after_steps} applied steps" if policy.fp8_after_steps else ""
     quiet = "once loss and gradient norm are quiet" if policy.fp8_when_stable else ""
     if not steps and not quiet:
