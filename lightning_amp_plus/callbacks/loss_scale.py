@@ -162,6 +162,7 @@ class LossScaleMonitor(Monitor):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Writes the histogram."""
+        super().on_train_epoch_end(trainer, pl_module)
         self._chart(trainer)
 
     @override

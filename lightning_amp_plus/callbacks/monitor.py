@@ -18,10 +18,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus.callbacks.layers import LayerHistory
+from lightning_amp_plus.callbacks.output import draw, lay_out, layer_table
 from lightning_amp_plus.callbacks.readout import Measurement, read
 from lightning_amp_plus.precision import AmpPrecision
 from lightning_amp_plus.step_report import StepReport
 from lightning_amp_plus.window import Window
+
+_NEW_COLUMNS = 20  # log points after which an epoch's end draws pictures anew
 
 
 class Monitor(pl.Callback):
@@ -86,6 +89,10 @@ class Monitor(pl.Callback):
         """Numbers of layers over log points, for a picture."""
         return ()
 
+    def layer_columns(self) -> Mapping[str, Mapping[str, float]]:
+        """The last numbers of layers for the table at the end: titles of columns, and numbers by layer."""
+        return {}
+
     def finish(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The fit ends without an exception."""
 
@@ -98,6 +105,8 @@ class Monitor(pl.Callback):
         self._every = 0
         self._unsubscribe: Callable[[], None] | None = None
         self._metrics: tuple[dict[str, Any], ...] = ()
+        self._drawn_to = -1
+        self._laid_out = False
 
     # ---------------------------------------------------------------- binding to a run
 
@@ -148,9 +157,34 @@ class Monitor(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Says what is left to say."""
-        if self.plugin is not None:
-            self.finish(trainer, pl_module)
+        """Says what is left to say; the last of the Trainer's monitors shows pictures and the table of all."""
+        if self.plugin is None:
+            return
+        self.finish(trainer, pl_module)
+        monitors = bound(trainer)
+        if monitors[-1] is not self:
+            return
+        self._draw(trainer, monitors, least=1)
+        columns = {title: numbers for m in monitors for title, numbers in m.layer_columns().items() if numbers}
+        if columns and trainer.is_global_zero:
+            from rich.console import Console
+
+            Console().print(layer_table(columns))
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Draws pictures of all monitors, unless little has come to them since the last time."""
+        monitors = bound(trainer)
+        if self.plugin is None or monitors[-1] is not self:
+            return
+        self._draw(trainer, monitors, least=_NEW_COLUMNS)
+
+    def _draw(self, trainer: pl.Trainer, monitors: Sequence[Monitor], least: int) -> None:
+        histories = [history for monitor in monitors for history in monitor.layer_histories()]
+        new = {step for history in histories for step in history.steps if step > self._drawn_to}
+        if len(new) >= least:
+            self._drawn_to = max(new)
+            draw(trainer, histories, last_step(trainer))
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -205,7 +239,7 @@ class Monitor(pl.Callback):
         self.after_batch(trainer, pl_module)
         if not self.closed:
             return
-        looking = [m for m in trainer.callbacks if isinstance(m, Monitor) and m.looking]  # type: ignore[attr-defined]
+        looking = [monitor for monitor in bound(trainer) if monitor.looking]
         if looking[-1] is self:
             for monitor in looking:
                 monitor.looking = False
@@ -218,6 +252,9 @@ class Monitor(pl.Callback):
         tensors = torch.tensor(list(values.values()), dtype=torch.float32).unbind()
         for metrics in self._metrics:
             metrics.update(zip(values, tensors, strict=True))
+        if not self._laid_out:
+            self._laid_out = True
+            lay_out(trainer, values)
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)  # type: ignore[arg-type]
@@ -239,6 +276,11 @@ def publish(trainer: pl.Trainer, monitors: Sequence[Monitor], step: int) -> None
     for monitor, parts in zip(monitors, measured, strict=True):
         values.update(monitor.take([next(numbers) for _ in parts], step))
     monitors[-1].write(trainer, values, step)
+
+
+def bound(trainer: pl.Trainer) -> list[Monitor]:
+    """The Trainer's monitors that take part in its fit, in its order."""
+    return [m for m in trainer.callbacks if isinstance(m, Monitor) and m.plugin is not None]  # type: ignore[attr-defined]
 
 
 def batches_that_stepped(trainer: pl.Trainer) -> int:
