@@ -66,6 +66,11 @@ class Fp8Run:
         for history in self.histories:
             history.end_window(applied, reduce_max)
 
+    def begin_fit(self) -> None:
+        """Every fit begins with an empty window."""
+        self.start.discard_window()
+        self.discard_window()
+
     def discard_window(self) -> None:
         """An exception ended the open window."""
         for history in self.histories:
@@ -100,5 +105,7 @@ class Fp8Run:
         for history in self.histories:
             history.load_state_dict(histories)
         for name, engine in self._engines.items():
-            if name in histories and name in scales:
-                engine.take_histories(histories[name], scales[name])
+            if name in histories:
+                engine.take_histories(histories[name], scales.get(name))
+            else:  # it had not run yet when that was saved, as before a search for a learning rate
+                engine.forget()
