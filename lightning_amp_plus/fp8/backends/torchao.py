@@ -64,9 +64,10 @@ class Torchao(Backend):
         """A weight that FSDP2 gathered in FP8 is multiplied as what it stands for, in BF16."""
 
         def forward(module: Any, input: Tensor) -> Tensor:
-            if not hasattr(module.weight, "to_original_precision"):
+            weight = module._parameters.get("weight")  # to ask a parametrized layer would be to make its weight
+            if not hasattr(weight, "to_original_precision"):
                 return otherwise(module, input)
-            return linear_in_bf16(input, module.weight.to_original_precision(), module.bias)
+            return linear_in_bf16(input, weight.to_original_precision(), module.bias)
 
         return forward
 
