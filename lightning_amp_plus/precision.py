@@ -31,7 +31,7 @@ from lightning_amp_plus.history import History
 from lightning_amp_plus.integration.averaging import gate_averaging
 from lightning_amp_plus.integration.checks import refuse_half_parameters, refuse_lbfgs, silent_faults
 from lightning_amp_plus.integration.contract import CheckpointContract, moved_policy
-from lightning_amp_plus.integration.fp8_gather import gather_in_fp8
+from lightning_amp_plus.integration.fp8_gather import check_gathered, gather_in_fp8
 from lightning_amp_plus.integration.fp8_run import Fp8Run
 from lightning_amp_plus.integration.instance_hooks import InstanceHooks
 from lightning_amp_plus.integration.items import ItemCounts
@@ -258,6 +258,7 @@ class AmpPrecision(FSDPPrecision):
     def _apply_plan(self, module: Module, moves: tuple[Move, ...]) -> None:
         policy = moved_policy(self.policy, moves)
         new = self._with_notes(plan(module, policy, hardware=self.device))
+        check_gathered(module, new)
         sharded = fsdp2_units(module) or is_fsdp1(module)
         if self._masters is not None and not sharded:
             self._masters.capture(module.parameters())
