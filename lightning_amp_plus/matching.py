@@ -236,8 +236,8 @@ class _Fp8Choice:
             asked = "The policy" if rule is None else f"Rule {rule.match!r}"
             found = "; ".join((linear or reasons)[:4]) or "there is no Linear layer in it that is called by itself"
             raise ValueError(
-                f"{asked} asks for FP8, but no module would compute in it ({found}). Widen the layers, name one of them "
-                "in a rule, or leave FP8 out."
+                f"{asked} asks for FP8, but no module would compute in it ({found}). Widen the layers, name one of "
+                "them in a rule, or leave FP8 out."
             )
 
     def _with_all_inside(self, modules: set[int]) -> set[int]:

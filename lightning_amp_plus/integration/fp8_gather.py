@@ -78,6 +78,6 @@ def check_gathered(model: nn.Module, plan: RoutePlan) -> None:
         if torchao.is_gathered_in_fp8(module) and (fp8 is None or fp8.backend != "torchao"):
             found = plan[name].compute if fp8 is None else f"FP8 by {fp8.backend}"
             raise ValueError(
-                f"{name!r} cannot compute in {found}: gather_in_fp8() has its weight gathered in FP8, which torchao alone "
-                "multiplies. Leave it in FP8 by torchao, or run without gather_in_fp8()."
+                f"{name!r} cannot compute in {found}: gather_in_fp8() has its weight gathered in FP8, which torchao "
+                "alone multiplies. Leave it in FP8 by torchao, or run without gather_in_fp8()."
             )

@@ -45,8 +45,8 @@ _FORWARD = ("input", "weight")  # order of a Linear's operands in Transformer En
 _RECOMPUTE = (
     "A layer with delayed scaling by Transformer Engine was recomputed in backward by torch.utils.checkpoint, which knows "
     "nothing of amax histories and scales: they would advance twice, and the second computation would use other scales "
-    "than the first. Use lightning_amp_plus.fp8.activation_checkpoint in its place, on a module or a bound method of one, "
-    "or another recipe."
+    "than the first. Use lightning_amp_plus.fp8.activation_checkpoint in its place, on a module or a bound method of "
+    "one, or another recipe."
 )
 _NO_REGION = (
     "A layer with delayed scaling by Transformer Engine was trained outside of a training step, where nobody says when "
