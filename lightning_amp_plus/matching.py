@@ -1,7 +1,7 @@
 """Which rule decides for which module of a model, and why; `routing.plan` builds routes from it."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -127,7 +127,7 @@ def decide(
             around = wishes.get(id(names.module[parent_name])) if parent is not None else None
             wish = wishes[id(module)] = _wish(rules, around, parent_name, policy, names.aliases[id(module)])
             decided[id(module)] = fp8.of(module, wish)
-    fp8.refuse_wishes_that_came_to_nothing()
+    fp8.refuse_wishes_that_came_to_nothing(dict(zip(policy.rules, matched, strict=True)))
     return {name: decided[id(module)] for name, module in names.module.items()}, tuple(dict.fromkeys(kept))
 
 
@@ -146,6 +146,11 @@ def _wish(
     return _Wish(policy.compute, None, "compute of the policy", False)
 
 
+def _embedding_weights(names: ModelNames) -> set[int]:
+    embeddings = [module for module in names.module.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    return {id(weight) for module in embeddings if (weight := module._parameters.get("weight")) is not None}
+
+
 class _Fp8Choice:
     """Turns wishes into decisions, and remembers which wishes for FP8 came to what."""
 
@@ -153,30 +158,34 @@ class _Fp8Choice:
         self._names = names
         self._policy = policy
         self._device_type = device_type
-        self._granted: set[Rule | None] = set()
-        self._denied: dict[Rule | None, list[str]] = {}
-        self._embeddings = {
-            id(module.weight) for module in names.module.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        }
+        self._granted: set[int] = set()  # modules
+        self._asked: dict[Rule | None, list[str]] = {}  # by what asks, why it was denied
+        self._elsewhere: dict[int, Rule | None] = {}  # layers that could, and the rule that keeps them out
+        self._embeddings = _embedding_weights(names)
 
     def of(self, module: nn.Module, wish: _Wish) -> Decision:
         """The decision on one module."""
         rule = wish.rule
         match = "" if rule is None else rule.match
-        if wish.compute != "fp8":
+        if wish.compute != "fp8" and not self._policy.uses_fp8:
             return Decision(wish.compute, match, wish.reason, False)
         given = None if rule is None else rule.recipe
         recipe = default_recipe(self._device_type) if given is None else Recipe.of(given)
         aliases = self._names.aliases[id(module)]
         why = obstacle(module, recipe)
+        if wish.compute != "fp8":
+            if why is None and better_high(aliases, module, self._embeddings, "", own=False) is None:
+                self._elsewhere[id(module)] = rule
+            return Decision(wish.compute, match, wish.reason, False)
+        self._asked.setdefault(rule, [])
         named = rule is not None and rule.match in aliases and not any(True for _ in module.children())
         if why is not None and rule is not None and named and self._policy.fallback == "error":
             raise ValueError(
                 f"Rule {rule.match!r} asks for FP8 of {aliases[0]!r}, which cannot compute in it: {why}. Remove the "
                 "rule, or set fallback='bf16' in the policy to have it listed and computed in BF16."
             )
-        if why is None and not wish.own:
-            why = better_high(aliases, module, self._embeddings)
+        if why is None:
+            why = better_high(aliases, module, self._embeddings, match, wish.own)
         if why is not None:
             return self._denial(module, rule, why)
         gemms = tuple(rule.gemms) if rule is not None and rule.gemms is not None else GEMMS
@@ -186,14 +195,14 @@ class _Fp8Choice:
         small = None if backend.emulated or self._device_type == "cpu" or wish.own else too_small(module, recipe)
         if small is not None:
             return self._denial(module, rule, small)
-        self._granted.add(rule)
+        self._granted.add(id(module))
         route = Fp8Route(recipe, gemms, backend.name, self._policy.fp8_in_evaluation)
         return Decision("fp8", match, f"{wish.reason}; {why}", False, route)
 
     def _denial(self, module: nn.Module, rule: Rule | None, why: str) -> Decision:
         if not any(True for _ in module.children()):  # of a container it is what is inside that counts
             name = self._names.aliases[id(module)][0] or "(model)"
-            self._denied.setdefault(rule, []).append(f"{name}: {why}")
+            self._asked[rule].append(f"{name}: {why}")
         kind = why.partition(":")[0]
         kind = kind if kind in ("shape", "backend", "hardware") else "other"
         match = "" if rule is None else rule.match
@@ -217,25 +226,36 @@ class _Fp8Choice:
             )
         return None, obstacle
 
-    def refuse_wishes_that_came_to_nothing(self) -> None:
-        """Raises where FP8 was asked for and nothing will run in it.
+    def refuse_wishes_that_came_to_nothing(self, matched: Mapping[Rule, set[int]]) -> None:
+        """Raises where FP8 was asked for and nothing will run in it, unless later rules take it away.
+
+        Args:
+            matched: Ids of the modules that each rule matches.
 
         Raises:
             ValueError: Naming what was asked, and why the candidates cannot.
         """
-        for rule, reasons in self._denied.items():
-            if rule in self._granted or (rule is not None and rule.compute != "fp8"):
+        for rule, reasons in self._asked.items():
+            if rule is not None and (rule.compute != "fp8" or self._policy.fallback == "bf16"):
+                continue  # of its own it asks for nothing; or it is listed in the plan, as the policy allows
+            reached = set(self._names.aliases) if rule is None else self._with_all_inside(matched[rule])
+            if reached & self._granted or any(self._elsewhere[key] != rule for key in reached & set(self._elsewhere)):
                 continue
-            if rule is not None and self._policy.fallback == "bf16":
-                continue  # listed in the plan, as the policy allows
             linear = [reason for reason in reasons if "only Linear layers" not in reason]
-            if rule is None and self._granted:
-                continue  # what can be in FP8 is there by a rule
             asked = "The policy" if rule is None else f"Rule {rule.match!r}"
+            found = "; ".join((linear or reasons)[:4]) or "there is no Linear layer in it that is called by itself"
             raise ValueError(
-                f"{asked} asks for FP8, but no module would compute in it ({'; '.join((linear or reasons)[:4])}). Widen "
-                "the layers, name one of them in a rule, or leave FP8 out."
+                f"{asked} asks for FP8, but no module would compute in it ({found}). Widen the layers, name one of "
+                "them in a rule, or leave FP8 out."
             )
+
+    def _with_all_inside(self, modules: set[int]) -> set[int]:
+        return {
+            id(module)
+            for name, module in self._names.module.items()
+            if id(module) in modules
+            or any(id(self._names.module[above]) in modules for above in self._names.above(name))
+        }
 
 
 def compute_of(module: nn.Module, name: str | None, policy: PrecisionPolicy) -> str:
@@ -258,12 +278,55 @@ def compute_of(module: nn.Module, name: str | None, policy: PrecisionPolicy) -> 
     return compute
 
 
-def fp8_settings(policy: PrecisionPolicy, name: str) -> dict[str, Any]:
+def fp8_moves(model: nn.Module, policy: PrecisionPolicy, name: str, device_type: str) -> dict[str, dict[str, Any]]:
+    """What a module, and each that is inside it, gets from the policy when it is moved into FP8.
+
+    Args:
+        model: The model.
+        policy: What is wanted.
+        name: Qualified name of the module.
+        device_type: Where the model runs, which decides the default FP8 recipe.
+
+    Returns:
+        Recipe, GEMMs and backend in plain types by glob, the last that matches wins.
+    """
+    names = ModelNames(model)
+    settings = _fp8_settings(policy, names, name)
+    moves = {glob: settings for glob in globs_of(name, names.module)}
+    embeddings = _embedding_weights(names)
+    for inner in names.below(name):
+        own, module = _fp8_settings(policy, names, inner), names.module[inner]
+        recipe = default_recipe(device_type) if own.get("recipe") is None else Recipe.of(own["recipe"])
+        if own == settings or obstacle(module, recipe) is not None:
+            continue
+        if better_high(names.aliases[id(module)], module, embeddings, name, own=False) is None:
+            # As a glob, since a rule with a layer's own name would ask for this very layer.
+            moves[f"{escape_glob(inner[:-1])}[{inner[-1]}]"] = own
+    return moves
+
+
+def globs_of(name: str, names: Iterable[str]) -> list[str]:
+    """Globs that meet a module and all that is inside it.
+
+    Args:
+        name: Qualified name of the module.
+        names: Names of all modules.
+    """
+    escaped = escape_glob(name)
+    return [escaped, *([f"{escaped}.*"] if any(other.startswith(f"{name}.") for other in names) else [])]
+
+
+def escape_glob(name: str) -> str:
+    """A glob that matches a name and nothing else."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def _fp8_settings(policy: PrecisionPolicy, names: ModelNames, name: str) -> dict[str, Any]:
     """Recipe, GEMMs and backend of the last rule on a module, or on one around it, that names one; plain types."""
-    levels = [name, *(name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1))]
+    levels = [level for level in (name, *names.above(name)) if level]
     for rule in reversed(policy.rules):
         named = rule.recipe is not None or rule.gemms is not None or rule.backend is not None
-        if named and any(fnmatchcase(n, rule.match) for n in levels):
+        if named and any(matches(rule, level, names.module[level]) for level in levels):
             recipe = None if rule.recipe is None else Recipe.of(rule.recipe).to_dict()
             return {
                 "recipe": recipe,

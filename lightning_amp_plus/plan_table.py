@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Left out one after the other where a terminal has no room for all.
 _LESS_WANTED = ("optimizer", "accumulator", "reason", "rule", "input", "output", "weight")
+# Of a plan with FP8 the reason says why a layer is or is not in it, and the column fp8 how: formats follow from those.
+FORMATS_LESS_WANTED = ("optimizer", "accumulator", "output", "input", "weight", "rule", "parameter", "reason")
 _PROSE = ("module", "rule", "reason", "recorded")  # columns that go on below where there is no room
 
 
@@ -72,15 +74,34 @@ def as_table(title: str, rows: Sequence[Sequence[str]], notes: Sequence[str], le
 
 
 def fitting_table(
-    title: str, rows: Sequence[Sequence[str]], notes: Sequence[str], console: Console, options: ConsoleOptions
+    title: str,
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str],
+    console: Console,
+    options: ConsoleOptions,
+    less_wanted: Sequence[str] = _LESS_WANTED,
+    least_prose: int | None = None,
 ) -> Table:
-    """The table with as many columns as the terminal has room for."""
+    """The table with as many columns as the terminal has room for.
+
+    Args:
+        title: Above it.
+        rows: One string for each column; the first row is the header.
+        notes: Lines below it.
+        console: The terminal.
+        options: Its width.
+        less_wanted: Columns to leave out, one after the other.
+        least_prose: Letters that are room enough for columns that go on below, beyond their longest word; ``None`` asks
+            for room for whole cells.
+    """
     from rich.measure import Measurement
 
     left_out: list[str] = []
-    for name in (*(name for name in _LESS_WANTED if name in rows[0]), ""):
+    for name in (*(name for name in less_wanted if name in rows[0]), ""):
         table = as_table(title, rows, notes, left_out)
-        if Measurement.get(console, options.update(max_width=1000), table).maximum <= options.max_width or not name:
+        needed = Measurement.get(console, options.update(max_width=1000), table)
+        wanted = needed.maximum if least_prose is None else min(needed.maximum, needed.minimum + least_prose)
+        if wanted <= options.max_width or not name:
             break
         left_out.append(name)
     return table

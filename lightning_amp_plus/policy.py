@@ -265,6 +265,8 @@ class PrecisionPolicy:
         plain = self.to_dict()
         for rule in plain["rules"]:
             del rule["reason"]
+            if rule["backend"] is None:  # younger than checkpoints: unset, it leaves their fingerprints as they are
+                del rule["backend"]
         canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 

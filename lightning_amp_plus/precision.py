@@ -31,7 +31,7 @@ from lightning_amp_plus.history import History
 from lightning_amp_plus.integration.averaging import gate_averaging
 from lightning_amp_plus.integration.checks import refuse_half_parameters, refuse_lbfgs, silent_faults
 from lightning_amp_plus.integration.contract import CheckpointContract, moved_policy
-from lightning_amp_plus.integration.fp8_gather import gather_in_fp8
+from lightning_amp_plus.integration.fp8_gather import check_gathered, gather_in_fp8
 from lightning_amp_plus.integration.fp8_run import Fp8Run
 from lightning_amp_plus.integration.instance_hooks import InstanceHooks
 from lightning_amp_plus.integration.items import ItemCounts
@@ -51,7 +51,7 @@ from lightning_amp_plus.integration.sharding import (
 from lightning_amp_plus.integration.strategies import as_group, consensus_of, device_type, refuse_strategy
 from lightning_amp_plus.integration.throughput import correct_throughput_monitors
 from lightning_amp_plus.integration.windows import closes_window, closing_window, starts_window
-from lightning_amp_plus.matching import compute_of, fp8_settings
+from lightning_amp_plus.matching import compute_of, fp8_moves, globs_of
 from lightning_amp_plus.policy import ComputeFormat, PrecisionPolicy, Rule
 from lightning_amp_plus.routing import RoutePlan, plan
 from lightning_amp_plus.scaling.consensus import Consensus
@@ -230,17 +230,15 @@ class AmpPrecision(FSDPPrecision):
             raise ValueError(f"set_route({module_name!r}): there is no such module. Close to it: {close}.")
         if not module_name:
             raise ValueError("set_route(''): the model as a whole is moved by another policy; name one of its modules.")
-        prefix = _escape_glob(module_name)
         why = reason or "moved while training"
-        Rule(prefix, compute=compute)  # for its errors
+        Rule(module_name, compute=compute)  # for its errors
         trainer = getattr(self._module, "_trainer", None)
         step = None if trainer is None else int(trainer.global_step)
         into: dict[str, Any] = {"compute": compute, "reason": why, "step": step}
+        settings: dict[str, dict[str, Any]] = {glob: {} for glob in globs_of(module_name, names)}
         if compute == "fp8":  # as the policy would have it there
-            into |= fp8_settings(self.policy, module_name)
-        moves: tuple[Move, ...] = (Move(match=prefix, **into),)
-        if any(name.startswith(f"{module_name}.") for name in names):
-            moves += (Move(match=f"{prefix}.*", **into),)
+            settings = fp8_moves(self._module, self.policy, module_name, self.device)
+        moves = tuple(Move(match=glob, **into, **more) for glob, more in settings.items())
         self._apply_plan(self._module, self._moves + moves)
         self._moves += moves
 
@@ -272,6 +270,7 @@ class AmpPrecision(FSDPPrecision):
     def _apply_plan(self, module: Module, moves: tuple[Move, ...]) -> None:
         policy = moved_policy(self.policy, moves)
         new = self._with_notes(plan(module, policy, hardware=self.device))
+        check_gathered(module, new)
         sharded = fsdp2_units(module) or is_fsdp1(module)
         if self._masters is not None and not sharded:
             self._masters.capture(module.parameters())
@@ -406,8 +405,9 @@ class AmpPrecision(FSDPPrecision):
             for warning in silent_faults(optimizer):
                 _warn(warning)
         self._items.clear()
-        if self._fp8.start.may_wait or self._fp8.histories:
-            self._hooks.until_undone(self.subscribe(self._fp8.on_report, self._fp8.start.wants_grad_norm))
+        self._fp8.begin_fit()
+        # Also without a history: set_route() may bring one.
+        self._hooks.until_undone(self.subscribe(self._fp8.on_report, self._fp8.start.wants_grad_norm))
         self._sequence.begin_fit(
             optimizers,
             module.named_parameters,
@@ -738,10 +738,6 @@ def _default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
 def _whole(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}={value!r}: expected a whole number of at least 1.")
-
-
-def _escape_glob(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def _warn(message: str) -> None:

@@ -20,7 +20,7 @@ from lightning_amp_plus.fp8.delayed import attach_histories, forget_history
 from lightning_amp_plus.fp8.recipes import Operand, Recipe
 from lightning_amp_plus.fp8.selection import Fp8Route
 from lightning_amp_plus.matching import Decision, ModelNames, clean_name, decide
-from lightning_amp_plus.plan_table import as_text, fitting_table
+from lightning_amp_plus.plan_table import FORMATS_LESS_WANTED, as_text, fitting_table
 from lightning_amp_plus.policy import PrecisionPolicy
 from lightning_amp_plus.routed import (
     FUSED_IN_EVALUATION,
@@ -172,7 +172,10 @@ class RoutePlan:
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
         title = f"Routes on {self.device_type}, {self.policy.lightning_precision} around"
-        yield fitting_table(title, self._rows(), self.notes, console, options)
+        if any(route.fp8 for route in self.routes):
+            yield fitting_table(title, self._rows(), self.notes, console, options, FORMATS_LESS_WANTED, least_prose=20)
+        else:
+            yield fitting_table(title, self._rows(), self.notes, console, options)
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = [_COLUMNS, *(_row(route) for route in self.routes)]

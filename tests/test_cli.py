@@ -13,6 +13,7 @@ from rich.console import Console
 import lightning_amp_plus.cli as cli
 import lightning_amp_plus.commands.run_config as run_config
 from lightning_amp_plus.cli import main
+from lightning_amp_plus.fp8 import DelayedScaling
 from lightning_amp_plus.routing import RoutePlan
 
 MODELS = """
@@ -121,6 +122,25 @@ def test_finds_the_policy_wherever_the_trainer_takes_it(capsys: pytest.CaptureFi
     routes = explained(capsys, f"trainer:\n{indent(trainer, 2)}\n{MODEL}")
     assert computes(routes) == {"body": "fp16", "head": "fp32"}
     assert routes["head"].reason == "logits"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "{class_path: lightning_amp_plus.fp8.DelayedScaling, init_args: {history: 8}}",
+        "{class_path: lightning_amp_plus.fp8.recipes.DelayedScaling, init_args: {history: 8}}",
+        "{name: delayed, history: 8}",
+    ],
+)
+@pytest.mark.parametrize("by_class", [True, False])
+def test_reads_a_recipe_however_the_run_takes_it(
+    capsys: pytest.CaptureFixture[str], recipe: str, by_class: bool
+) -> None:
+    rule = f"{{match: body, compute: fp8, recipe: {recipe}, backend: reference}}"
+    rule = f"{{class_path: lightning_amp_plus.Rule, init_args: {rule}}}" if by_class else rule
+    model = MODEL.replace("width: 3", "width: 16")
+    routes = explained(capsys, f"trainer: {{precision: {{compute: bf16, rules: [{rule}]}}}}\n{model}")
+    assert routes["body"].fp8 is not None and routes["body"].fp8.recipe == DelayedScaling(history=8)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import jsonargparse
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -202,3 +204,19 @@ def test_a_wrong_format_in_a_configuration_file_is_refused() -> None:
 )
 def test_knows_what_from_string_takes(precision: object, known: bool) -> None:
     assert PrecisionPolicy.knows(precision) is known
+
+
+@pytest.mark.parametrize("name", ["ours-1-16-mixed", "ours-1-moved", "ours-2-16-mixed"])
+def test_policies_of_older_versions_keep_their_fingerprints(name: str) -> None:
+    path = Path(__file__).parent / "data" / "checkpoints" / f"{name}.pt"
+    saved = torch.load(path, weights_only=True)["lightning_amp_plus"]
+    assert PrecisionPolicy.from_dict(saved["policy"]).fingerprint() == saved["fingerprint"]
+
+
+def test_a_backend_that_a_rule_names_is_in_the_fingerprint() -> None:
+    one, other = (
+        PrecisionPolicy("bf16", rules=[Rule("a", compute="fp8", backend=backend)])
+        for backend in ("torchao", "reference")
+    )
+    unset = PrecisionPolicy("bf16", rules=[Rule("a", compute="fp8")])
+    assert len({policy.fingerprint() for policy in (one, other, unset)}) == 3

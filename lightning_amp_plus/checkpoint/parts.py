@@ -28,6 +28,8 @@ def fault_of_parts(document: Mapping[str, Any], manifest: Manifest) -> str | Non
         or _fault_of_masters(document, manifest)
         or _fault_of_gradients(document.get("gradients"), manifest)
         or _fault_of_histories(document.get("fp8_histories"), manifest)
+        or _fault_of_amax("fp8_scales", document.get("fp8_scales"), "3")
+        or _fault_of_amax("fp8_noted", document.get("fp8_noted"), "3")
     )
 
 
@@ -115,15 +117,24 @@ def _fault_of_gradients(gradients: Any, manifest: Manifest) -> str | None:
 
 def _fault_of_histories(histories: Any, manifest: Manifest) -> str | None:
     lengths = {} if manifest.fp8 is None else {n: m.history_length for n, m in manifest.fp8.modules.items()}
-    kept = {name: length for name, length in lengths.items() if length is not None}
-    if not kept:
+    if not any(length is not None for length in lengths.values()):
         return None
-    if not isinstance(histories, Mapping):
-        return f"fp8_histories: the manifest says that amax histories are kept; found {type(histories).__name__}"
-    for name, value in histories.items():
+    if histories is None:
+        return "fp8_histories: the manifest says that amax histories are kept; found none"
+    return _fault_of_amax("fp8_histories", histories, "3, history")
+
+
+def _fault_of_amax(part: str, by_module: Any, shape: str) -> str | None:
+    """What is wrong with numbers of FP8 operands by module: FP32, three in the first dimension."""
+    if by_module is None:
+        return None
+    if not isinstance(by_module, Mapping):
+        return f"{part}: expected a tensor for each module; found {type(by_module).__name__}"
+    for name, value in by_module.items():
         described = _described(value)
-        if described is None or described[0] != "fp32" or len(described[1]) != 2 or described[1][0] != 3:
-            return f"fp8_histories, {name!r}: expected an FP32 tensor of shape [3, history]"
+        dtype, sizes = described or ("", ())
+        if dtype != "fp32" or len(sizes) != shape.count(",") + 1 or sizes[0] != 3:
+            return f"{part}, {name!r}: expected an FP32 tensor of shape [{shape}]"
     return None
 
 

@@ -278,9 +278,10 @@ def _init_args(value: Any) -> Mapping[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value with ``class_path`` and ``init_args`` taken off: the classes in a policy are known."""
+    """A value with ``class_path`` and ``init_args`` taken off: a policy's classes are known, but not a recipe's."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in (_init_args(value) if "class_path" in value else value).items()}
+        items = _init_args(value) if "class_path" in value else value
+        return {key: item if key == "recipe" else _plain(item) for key, item in items.items()}
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 

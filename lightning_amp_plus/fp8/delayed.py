@@ -33,10 +33,11 @@ class AmaxHistory:
         self.recipe = recipe
         self.names = list(names)
         shape = (len(self.names), len(OPERANDS))
-        self._past = torch.zeros(*shape, recipe.history)  # newest first; 0 where nothing is
-        self._scales = torch.zeros(shape)  # 0 where there is no history
+        # FP32 whatever the default dtype is just now: that of a 16-bit model is in force where it trains.
+        self._past = torch.zeros(*shape, recipe.history, dtype=torch.float32)  # newest first; 0 where nothing is
+        self._scales = torch.zeros(shape, dtype=torch.float32)  # 0 where there is no history
         # A tensor for each operand of each layer: torch.compile guards what one graph notes against what another one does.
-        self._noted = [[torch.zeros(()) for _ in OPERANDS] for _ in self.names]
+        self._noted = [[torch.zeros((), dtype=torch.float32) for _ in OPERANDS] for _ in self.names]
 
     def note(self, row: int, operand: Operand, amax: Tensor) -> None:
         """Takes the amax of one operand of one micro-batch; without a transfer."""

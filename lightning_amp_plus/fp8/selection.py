@@ -76,9 +76,10 @@ def obstacle(module: nn.Module, recipe: Recipe) -> str | None:
     cls = getattr(module, "_amp_base", type(module))
     if cls.forward is not nn.Linear.forward:
         return f"{cls.__name__} has a forward of its own"
-    if module.weight.dtype not in _FLOATS:
-        return f"its weight is stored in {str(module.weight.dtype).removeprefix('torch.')}"
-    if isinstance(module.weight, nn.parameter.UninitializedParameter):
+    weight = _stored_weight(module)
+    if weight.dtype not in _FLOATS:
+        return f"its weight is stored in {str(weight.dtype).removeprefix('torch.')}"
+    if isinstance(weight, nn.parameter.UninitializedParameter):
         return "shape: it has no size yet; run a batch through the model first"
     unfit = [
         f"{name}={size}"
@@ -88,6 +89,14 @@ def obstacle(module: nn.Module, recipe: Recipe) -> str | None:
     if unfit:
         return f"shape: {' and '.join(unfit)} {'is' if len(unfit) == 1 else 'are'} no multiple of {recipe.multiple}"
     return None
+
+
+def _stored_weight(module: nn.Linear) -> torch.Tensor:
+    """The weight, or of a parametrized one what it is made of: making it may have effects (power iterations)."""
+    parametrizations = module._modules.get("parametrizations")
+    if isinstance(parametrizations, nn.ModuleDict) and "weight" in parametrizations:
+        return next(parametrizations["weight"].parameters())
+    return module.weight
 
 
 def too_small(module: nn.Module, recipe: Recipe) -> str | None:
@@ -100,7 +109,7 @@ def too_small(module: nn.Module, recipe: Recipe) -> str | None:
         module: A Linear.
         recipe: How its scales are chosen.
     """
-    outer, inner = module.weight.shape if isinstance(module, nn.Linear) else (0, 0)
+    outer, inner = (module.out_features, module.in_features) if isinstance(module, nn.Linear) else (0, 0)
     by_tensor = outer <= 1024 and inner <= 4096
     by_row = outer <= 2048 or inner <= 1024 or (outer <= 4096 and inner <= 2048)
     small = by_tensor if recipe.one_scale_a_tensor else by_row if isinstance(recipe, RowwiseScaling) else False
@@ -109,20 +118,22 @@ def too_small(module: nn.Module, recipe: Recipe) -> str | None:
     return None
 
 
-def better_high(names: Iterable[str], module: nn.Module, embeddings: set[int]) -> str | None:
+def better_high(names: Iterable[str], module: nn.Module, embeddings: set[int], match: str, own: bool) -> str | None:
     """Why a module stays in high precision unless a rule names it, or ``None``.
 
     Args:
-        names: Its qualified names.
+        names: Its qualified names. A head or a router may also be a module around it, of several layers.
         module: The module.
         embeddings: Ids of the parameters that embeddings look up in.
+        match: The rule that wants it in FP8; a head or a router that is spelled out there is meant.
+        own: Whether that rule names this very module.
     """
-    last = {name.rpartition(".")[2] for name in names}
     weight = module._parameters.get("weight")
-    if weight is not None and id(weight) in embeddings:
+    if weight is not None and id(weight) in embeddings and not own:
         return "its weight is an embedding's too, and makes the logits"
-    if last & set(_HEADS):
+    cautious = {part for name in names for part in name.split(".")} - set(match.split("."))
+    if cautious & set(_HEADS):
         return "a head makes the logits, whose differences are small"
-    if last & set(_ROUTERS):
+    if cautious & set(_ROUTERS):
         return "a router's small differences decide where tokens go"
     return None

@@ -39,7 +39,8 @@ def gather_in_fp8(model: nn.Module, plan: RoutePlan) -> list[str]:
             continue
         if is_dtensor(layer.weight):
             raise ValueError(
-                f"gather_in_fp8(): {route.name!r} is sharded already. Call it in configure_model before fully_shard."
+                f"gather_in_fp8(): {route.name!r} is sharded already. Call it in configure_model before fully_shard. "
+                "Lightning calls configure_model for every fit, validate and test: return early once it is done."
             )
         if route.fp8.backend != "torchao":
             obstacles.append(f"{route.name}: its backend is {route.fp8.backend}")
@@ -60,3 +61,23 @@ def gather_in_fp8(model: nn.Module, plan: RoutePlan) -> list[str]:
         assert recipe is not None
         torchao.gather_in_fp8(layer, recipe.recipe)
     return list(chosen)
+
+
+def check_gathered(model: nn.Module, plan: RoutePlan) -> None:
+    """Refuses a plan that takes a layer whose weight is gathered in FP8 to who cannot multiply it.
+
+    Args:
+        model: The model.
+        plan: Its plan, not applied yet.
+
+    Raises:
+        ValueError: Naming the layer.
+    """
+    for name, module in model.named_modules():
+        fp8 = plan[name].fp8 if torchao.is_gathered_in_fp8(module) else None
+        if torchao.is_gathered_in_fp8(module) and (fp8 is None or fp8.backend != "torchao"):
+            found = plan[name].compute if fp8 is None else f"FP8 by {fp8.backend}"
+            raise ValueError(
+                f"{name!r} cannot compute in {found}: gather_in_fp8() has its weight gathered in FP8, which torchao "
+                "alone multiplies. Leave it in FP8 by torchao, or run without gather_in_fp8()."
+            )

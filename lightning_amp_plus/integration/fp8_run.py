@@ -74,6 +74,11 @@ class Fp8Run:
         for history in self.histories:
             history.end_window(applied, reduce_max)
 
+    def begin_fit(self) -> None:
+        """Every fit begins with an empty window."""
+        self.start.discard_window()
+        self.discard_window()
+
     def discard_window(self) -> None:
         """An exception ended the open window."""
         self.weights.end()
@@ -119,6 +124,8 @@ class Fp8Run:
         for history in self.histories:
             history.load_state_dict(histories)
         for name, engine in self._engines.items():
-            if name in histories and name in scales:
-                engine.take_histories(histories[name], scales[name])
+            if name in histories:
+                engine.take_histories(histories[name], scales.get(name))
+            else:  # it had not run yet when that was saved, as before a search for a learning rate
+                engine.forget()
         self.weights.release()  # they were scaled by other histories

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp_plus import AmpPrecision, PrecisionPolicy, Rule
+from lightning_amp_plus.integration import fp8_gather
 from tests.distributed.test_fp8_over_ranks import TORCHAO, Regressor
 from tests.support.sharding import outcomes_of, outcomes_or_failure
 from tests.support.training import ResumableLoader, make_trainer
@@ -158,3 +159,24 @@ def test_a_tied_weight_is_left_as_it_is() -> None:
     policy = PrecisionPolicy("bf16", rules=[Rule("type:Linear", compute="fp8", recipe="current", backend="torchao")])
     assert AmpPrecision(policy).gather_in_fp8(model) == ["2"]
     assert model[1].weight is model[0].weight
+
+
+def test_a_gathered_layer_does_not_leave_fp8() -> None:
+    model, plugin = Regressor(), AmpPrecision(TORCHAO)
+    gathered = plugin.gather_in_fp8(model)
+    plugin.convert_module(model)
+    assert plugin.plan is not None
+    before = plugin.plan
+    for compute in ("bf16", "fp32"):
+        with pytest.raises(ValueError, match=rf"{gathered[0]!r} cannot compute in {compute}: gather_in_fp8"):
+            plugin.set_route(gathered[0], compute)  # type: ignore[arg-type]
+    assert plugin.plan is before
+    reference = PrecisionPolicy("bf16", rules=[Rule("net.*", compute="fp8", backend="reference")])
+    with pytest.raises(ValueError, match="cannot compute in FP8 by reference"):
+        AmpPrecision(reference).convert_module(model)
+
+
+def test_a_model_that_is_sharded_already_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_gather, "is_dtensor", lambda _: True)
+    with pytest.raises(ValueError, match=r"'net\.0' is sharded already.*return early once it is done"):
+        AmpPrecision(TORCHAO).gather_in_fp8(Regressor())

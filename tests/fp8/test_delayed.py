@@ -247,6 +247,93 @@ def test_a_module_that_comes_back_into_fp8_has_the_recipe_of_its_rule_again() ->
     assert fp8 is not None and fp8.recipe == DelayedScaling(history=8)
 
 
+def moved_into_fp8(*rules: Rule, name: str = "body") -> tuple[AmpPrecision, Regressor]:
+    plugin = AmpPrecision(PrecisionPolicy("bf16", rules=rules))
+    _, model = fit(plugin, MovedBy(name, {1: "bf16", 2: "fp8"}), 5)
+    return plugin, model
+
+
+def test_a_module_that_comes_back_has_the_recipe_of_a_rule_on_its_class() -> None:
+    plugin, _ = moved_into_fp8(Rule("type:Linear", compute="fp8", recipe=DelayedScaling(history=8)), name="body.0")
+    assert plugin.plan is not None and plugin.plan["body.0"].fp8 == plugin.plan["body.2"].fp8
+
+
+def test_the_modules_of_a_container_that_comes_back_have_their_own_settings() -> None:
+    plugin, _ = moved_into_fp8(
+        Rule("body.0", compute="fp8", recipe="delayed", gemms=["fprop", "dgrad"]),
+        Rule("body.2", compute="fp8", recipe="rowwise", backend="torchao"),
+    )
+    assert plugin.plan is not None
+    assert [str(route.fp8) for route in plugin.plan.routes if route.fp8] == [
+        "delayed, reference, fprop+dgrad",
+        "rowwise, torchao",
+    ]
+
+
+def test_the_last_layer_in_fp8_can_be_moved_out() -> None:
+    for policy_ in (policy(), PrecisionPolicy("fp8"), PrecisionPolicy("bf16", rules=[Rule("body", compute="fp8")])):
+        plugin = AmpPrecision(policy_)
+        fit(plugin, MovedBy("body", {1: "bf16"}), 3)
+        assert plugin.plan is not None and not any(route.fp8 for route in plugin.plan.routes)
+
+
+def test_a_history_that_a_move_brings_into_a_run_without_any_advances() -> None:
+    rules = [Rule("body.*", compute="fp8", recipe=DelayedScaling(history=4)), Rule("body.*", compute="bf16")]
+    _, model = moved_into_fp8(*rules)
+    [of] = histories_of(model.modules())
+    assert (of.state_dict()["body.0"] > 0).sum(dim=1).tolist() == [3, 3, 3]
+
+
+def test_histories_are_fp32_whatever_the_default_dtype() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        of = history(history=2)
+        window(of, 1.0)
+        assert of.state_dict()["a"].dtype == of.noted().dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_fit_begins_without_what_an_interrupted_one_had_noted() -> None:
+    class Interrupted(Regressor):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.seen == 3:
+                raise ValueError("between two batches")
+
+    model, plugin = Interrupted(), AmpPrecision(policy(history=4))
+    with pytest.raises(ValueError, match="between two"):
+        fit(plugin, model, accumulate_grad_batches=2)
+    [of] = histories_of(model.modules())
+    assert of.noted().any()
+    seen: list[bool] = []
+    model.on_train_start = lambda: seen.append(bool(of.noted().any()))  # type: ignore[method-assign]
+    fit(plugin, model, 1)
+    assert seen == [False]
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "said"),
+    [
+        ("fp8_histories", None, "fp8_histories: the manifest says that amax histories are kept; found none"),
+        ("fp8_histories", {"body.0": torch.ones(4)}, "fp8_histories, 'body.0': expected an FP32 tensor of shape"),
+        ("fp8_scales", [1.0], "fp8_scales: expected a tensor for each module; found list"),
+        ("fp8_scales", {"body.0": torch.ones(2)}, "fp8_scales, 'body.0': expected an FP32 tensor of shape"),
+        ("fp8_noted", {"body.0": torch.ones(3).double()}, "fp8_noted, 'body.0': expected an FP32 tensor of shape"),
+    ],
+)
+def test_damaged_numbers_of_fp8_are_refused_by_name(tmp_path: Path, part: str, value: Any, said: str) -> None:
+    trainer, _ = fit(AmpPrecision(policy()), count=2)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    checkpoint["lightning_amp_plus"][part] = value
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    with pytest.raises(IncompatiblePrecisionError, match=said):
+        make_trainer(AmpPrecision(policy()), max_epochs=-1, max_steps=4).fit(
+            Regressor(), ResumableLoader(batches()), ckpt_path=tmp_path / "a.ckpt"
+        )
+
+
 def test_a_container_moves_into_fp8() -> None:
     plugin = AmpPrecision("bf16-mixed")
     fit(plugin, MovedBy("body", {1: "fp8"}), 3)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -75,6 +76,23 @@ def test_a_rule_on_a_container_reaches_the_linear_layers_in_it() -> None:
     assert "inherited from 'block'" in routes["block.1"].reason
 
 
+class Scored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(32, 32)
+        self.head = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32))
+        self.router = nn.ModuleDict({"base_layer": nn.Linear(32, 16), "lora_A": nn.Linear(32, 16)})
+
+
+def test_a_head_or_a_router_of_several_layers_stays_in_high_precision_unless_a_rule_names_it() -> None:
+    routes = plan(Scored(), fp8())
+    assert [route.name for route in routes.routes if route.fp8] == ["body"]
+    assert "logits" in routes["head.1"].reason and "router" in routes["router.base_layer"].reason
+    for match in ("head", "head.*", "head.1"):
+        routes = plan(Scored(), PrecisionPolicy("bf16", rules=[Rule(match, compute="fp8")]))
+        assert [route.name for route in routes.routes if route.fp8] == ["head.1"], match
+
+
 def test_a_rule_takes_a_layer_out_of_fp8() -> None:
     routes = plan(Net(), fp8(rules=[Rule("block.3", compute="bf16", reason="too sensitive")]))
     assert computes(routes)["block.3"] == "bf16" and computes(routes)["block.1"] == "fp8"
@@ -94,6 +112,27 @@ def test_fp8_that_would_run_nowhere_is_an_error(policy: PrecisionPolicy, words: 
     with pytest.raises(ValueError) as error:
         plan(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), policy)
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [(fp8(), "The policy"), (PrecisionPolicy("bf16", rules=[Rule("0", compute="fp8")]), "Rule '0'")],
+    ids=["policy", "rule"],
+)
+def test_attention_alone_has_no_layer_for_fp8(policy: PrecisionPolicy, words: str) -> None:
+    with pytest.raises(ValueError, match=rf"{words} asks for FP8.*no Linear layer in it that is called by itself"):
+        plan(nn.Sequential(nn.MultiheadAttention(32, 2)), policy)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp8"])
+def test_a_rule_whose_layers_all_go_by_later_rules_is_content(compute: Any) -> None:
+    later = [Rule(f"block.{index}", compute=compute) for index in (1, 3)]
+    for match in ("block", "block.*"):
+        routes = plan(Net(), PrecisionPolicy("bf16", rules=[Rule(match, compute="fp8", recipe="rowwise"), *later]))
+        assert {routes[f"block.{index}"].compute for index in (1, 3)} == {compute}
+    assert plan(nn.Linear(16, 16), fp8(rules=[Rule("*", compute="bf16")]))[""].compute == "bf16"
+    with pytest.raises(ValueError, match="The policy asks for FP8"):  # what goes by a rule could not have had it
+        plan(nn.Sequential(nn.Linear(32, 10), nn.Linear(5, 5)), fp8(rules=[Rule("0", compute="fp32")]))
 
 
 def test_a_fallback_that_the_policy_allows_is_listed_with_its_reason() -> None:
@@ -160,6 +199,16 @@ def test_a_plan_with_fp8_comes_back_from_json_and_can_be_applied() -> None:
 
 
 # -------------------------------------------------------------------- the model stays what it is
+
+
+@pytest.mark.parametrize("width", [100, 140])
+def test_a_terminal_shows_how_and_why_before_formats(width: int) -> None:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(plan(Net(), fp8()))
+    shown = capture.get()
+    assert "current, reference" in shown and "small differences" in shown and "computes inside its" in shown
+    assert max(map(len, shown.splitlines())) <= width and "no room for: " in shown
 
 
 def test_conversion_keeps_names_parameters_hooks_flags_and_state() -> None:
@@ -281,6 +330,32 @@ def test_blocks_compiled_one_by_one_train(recipe: Any) -> None:
     for _ in range(2):
         model(torch.randn(4, 16)).float().sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_plan_makes_no_parametrized_weight() -> None:
+    model = nn.Sequential(
+        parametrizations.spectral_norm(nn.Embedding(16, 32)), parametrizations.spectral_norm(nn.Linear(32, 32))
+    )
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert plan(model, fp8())["1"].compute == "fp8"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("backend", ["reference", "torchao", None])
+def test_a_parametrized_weight_is_made_once_a_call(backend: Any) -> None:
+    models = [nn.Sequential(nn.Linear(32, 32)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        torch.manual_seed(0)
+        parametrizations.spectral_norm(model[0])
+    rules = [Rule("0", compute="fp8", backend=backend)]
+    plan(models[0], PrecisionPolicy("bf16", rules=rules)).apply(models[0])
+    for on in (True, False):
+        switch_fp8(models[0], on)
+        for model in models:
+            model(torch.ones(4, 32))
+    ours, theirs = (model.state_dict() for model in models)
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
 def test_undo_leaves_nothing_behind() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_amp_plus import AmpPrecision, PrecisionPolicy, Rule, plan
+from lightning_amp_plus import AmpPrecision, IncompatiblePrecisionError, PrecisionPolicy, Rule, plan
 from lightning_amp_plus.fp8 import CurrentScaling, DelayedScaling, Recipe, activation_checkpoint
 from tests.distributed.test_fp8_over_ranks import train
 from tests.fp8.test_training import Regressor, batches
@@ -114,8 +116,6 @@ def the_layers_really_run_in_fp8() -> None:
 
 
 def a_resume_goes_on_bit_for_bit(folder: Path | None = None) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as directory:
         whole = Regressor()
         fit(whole, 9)
@@ -219,6 +219,52 @@ def copies_have_engines_of_their_own() -> None:
     assert (histories(model)["0"][0] <= before[0].max()).all()  # theirs advances all that it knows, by what each noted
 
 
+def another_backend_s_histories_go_on_where_that_is_allowed() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "a.ckpt")
+        rules = [Rule("body.*", compute="fp8", recipe=DELAYED, backend="reference")]
+        fit(Regressor(), 4, AmpPrecision(PrecisionPolicy("bf16", rules=rules))).save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)["lightning_amp_plus"]["fp8_histories"]
+        with pytest.raises(IncompatiblePrecisionError, match="fp8_clock"):
+            fit(Regressor(), 6, ckpt=path)
+        for steps in (4, 5):
+            model = Regressor()
+            fit(model, steps, AmpPrecision(policy(), allow=["fp8_clock"]), ckpt=path)
+            for name, (past, scales) in histories(model).items():
+                if steps == 4:
+                    exact = torch.tensor([448.0, 448.0, 57344.0]) / saved[name].amax(dim=1)
+                    assert torch.equal(past, saved[name]) and torch.allclose(scales, exact)
+                else:  # one step on; theirs has the place of the oldest for what will be noted
+                    assert torch.equal(past[:, 1:3], saved[name][:, :2]) and not past[:, 3].any()
+
+
+def a_search_for_a_learning_rate_leaves_no_history() -> None:
+    from lightning.pytorch.tuner import Tuner
+
+    class Searched(Regressor):
+        lr = 3e-3
+
+    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+        model = Searched()
+        trainer = make_trainer(AmpPrecision(policy()), max_epochs=-1, max_steps=4)
+        Tuner(trainer).lr_find(model, ResumableLoader(batches()), num_training=10, update_attr=False)
+    assert not histories(model)["body.0"]
+
+
+def a_forward_without_gradients_between_steps_leaves_no_trace() -> None:
+    class Looked(Regressor):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            with torch.no_grad():
+                self.body(1000 * batch)
+
+    looked, plain = Looked(), Regressor()
+    fit(looked, 4)
+    wanted = histories(looked)
+    fit(plain, 4)
+    assert looked.losses == plain.losses
+    assert all(torch.equal(a, b) for a, b in zip(wanted["body.0"], histories(plain)["body.0"], strict=True))
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
@@ -233,6 +279,9 @@ CHECKS: dict[str, Callable[[], None]] = {
         outside_of_a_step_it_is_refused,
         a_users_own_te_layer_is_not_drawn_into_fp8,
         copies_have_engines_of_their_own,
+        another_backend_s_histories_go_on_where_that_is_allowed,
+        a_search_for_a_learning_rate_leaves_no_history,
+        a_forward_without_gradients_between_steps_leaves_no_trace,
     )
 }
 

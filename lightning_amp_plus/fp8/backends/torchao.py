@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_amp_plus.fp8.backends.base import Backend, Forward, as_output, as_tokens, linear_in_bf16, native_obstacle
 from lightning_amp_plus.fp8.recipes import GEMMS, CurrentScaling, Gemm, Operand, Recipe, RowwiseScaling
 
+_GATHERED = "_amp_gathered_in_fp8"  # a plain attribute of a layer: FSDP2 gathers its weight in FP8
 _TILE = 16  # the weight's gradient contracts tokens, and tensor cores contract multiples of 16
 
 
@@ -64,9 +65,10 @@ class Torchao(Backend):
         """A weight that FSDP2 gathered in FP8 is multiplied as what it stands for, in BF16."""
 
         def forward(module: Any, input: Tensor) -> Tensor:
-            if not hasattr(module.weight, "to_original_precision"):
+            weight = module._parameters.get("weight")  # to ask a parametrized layer would be to make its weight
+            if not hasattr(weight, "to_original_precision"):
                 return otherwise(module, input)
-            return linear_in_bf16(input, module.weight.to_original_precision(), module.bias)
+            return linear_in_bf16(input, weight.to_original_precision(), module.bias)
 
         return forward
 
@@ -89,6 +91,12 @@ def gather_in_fp8(layer: nn.Linear, recipe: Recipe) -> None:
     )
     layer.weight = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
     layer.register_state_dict_post_hook(_plain_weight)  # type: ignore[no-untyped-call]
+    vars(layer)[_GATHERED] = True
+
+
+def is_gathered_in_fp8(module: nn.Module) -> bool:
+    """Whether :func:`gather_in_fp8` has prepared a layer."""
+    return _GATHERED in vars(module)
 
 
 def _plain_weight(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -27,6 +27,8 @@ from lightning_amp_plus.fp8.backends.base import (
     linear_in_bf16,
     native_obstacle,
 )
+from lightning_amp_plus.fp8.delayed import OPERANDS
+from lightning_amp_plus.fp8.quantize import scale_of
 from lightning_amp_plus.fp8.recipes import (
     GEMMS,
     BlockScaling,
@@ -43,7 +45,8 @@ _FORWARD = ("input", "weight")  # order of a Linear's operands in Transformer En
 _RECOMPUTE = (
     "A layer with delayed scaling by Transformer Engine was recomputed in backward by torch.utils.checkpoint, which knows "
     "nothing of amax histories and scales: they would advance twice, and the second computation would use other scales "
-    "than the first. Use lightning_amp_plus.fp8.activation_checkpoint in its place, or another recipe."
+    "than the first. Use lightning_amp_plus.fp8.activation_checkpoint in its place, on a module or a bound method of "
+    "one, or another recipe."
 )
 _NO_REGION = (
     "A layer with delayed scaling by Transformer Engine was trained outside of a training step, where nobody says when "
@@ -174,17 +177,18 @@ class Engine:
         Raises:
             RuntimeError: In training outside of a step's region, or recomputed by torch's own checkpoint.
         """
-        if not module.training:
-            return self._run_without_trace(module, tokens)
         manager = _manager()
+        outside = manager.quantization_state.autocast_depth == 0
+        if not module.training or (outside and not torch.is_grad_enabled()):
+            return self._run_without_trace(module, tokens)
         if torch._C._current_graph_task_id() != -1 and not _in_their_recompute():
             raise RuntimeError(_RECOMPUTE)
-        if manager.quantization_state.autocast_depth == 0 and not _in_their_recompute():
+        if outside and not _in_their_recompute():
             raise RuntimeError(_NO_REGION)
         return self._call(module, tokens)
 
     def _run_without_trace(self, module: Any, tokens: Tensor) -> Tensor:
-        """In evaluation: what Transformer Engine notes is taken back."""
+        """In evaluation, or without gradients outside of a step: what Transformer Engine notes is taken back."""
         self._layer_for(module)
         noted = self._states()[0].amax_history[0]
         before = noted.clone()
@@ -208,18 +212,19 @@ class Engine:
 
     def _layer_for(self, module: Any) -> Any:
         te = _te()
+        weight = module.weight  # once: making a parametrized one may have effects
         if self._layer is None:
             self._layer = te.Linear(
                 module.in_features,
                 module.out_features,
                 bias=module.bias is not None,
-                params_dtype=module.weight.dtype,
+                params_dtype=weight.dtype,
                 device="meta",
             )
             if isinstance(self.recipe, DelayedScaling):
                 self._begin(te)
         parameters = self._layer._parameters
-        parameters["weight"] = module.weight
+        parameters["weight"] = weight
         if module.bias is not None:
             parameters["bias"] = module.bias
         return self._layer
@@ -252,19 +257,38 @@ class Engine:
         # Theirs: row 0 is for what is being noted, behind it the oldest first. So the last of ours is empty between steps.
         return past.flip(0).t().cpu().contiguous(), scales.clone().cpu()
 
-    def take_histories(self, past: Tensor, scales: Tensor) -> None:
-        """Goes on from what :meth:`histories` gave. Of a longer history the newest part is kept."""
+    def take_histories(self, past: Tensor, scales: Tensor | None) -> None:
+        """Goes on from what :meth:`histories` gave. Of a longer history the newest part is kept.
+
+        Args:
+            past: Amax values ``[3, history]``, newest first.
+            scales: The three scales; ``None`` for those that follow from ``past``, which another backend has kept.
+        """
+        scales = self._scales_of(past) if scales is None else scales
         if self._layer is None:
             self._waiting = past, scales
             return
         forward, backward = self._states()
         for columns, state in ((slice(0, len(_FORWARD)), forward), (slice(len(_FORWARD), None), backward)):
             length, count = state.amax_history.shape[0], past[columns].shape[0]
-            kept = past[columns, :length]
-            newest_first = torch.zeros(count, length)
+            kept = past[columns, : length - 1]  # the last place is for what will be noted
+            newest_first = torch.zeros(count, length, dtype=torch.float32)
             newest_first[:, : kept.shape[1]] = kept
             state.amax_history[:, :count].copy_(newest_first.t().flip(0))
             state.scale[:count].copy_(scales[columns])
+
+    def _scales_of(self, past: Tensor) -> Tensor:
+        assert isinstance(self.recipe, DelayedScaling)
+        amax = past[:, 0] if self.recipe.amax == "most_recent" else past.amax(dim=1)
+        scales = [
+            scale_of(amax[row], self.recipe.format_of(operand), margin=self.recipe.margin)
+            for row, operand in enumerate(OPERANDS)
+        ]
+        return torch.stack(scales)
+
+    def forget(self) -> None:
+        """Begins anew, as a layer that has not run yet."""
+        self._layer = self._waiting = None
 
 
 class _Spoil(torch.autograd.Function):
