@@ -1,88 +1,18 @@
 """Which rule decides for which module of a model, and why; `routing.plan` builds routes from it."""
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-from lightning_amp_plus.fp8.backends import BACKENDS, choose
-from lightning_amp_plus.fp8.backends.base import Backend
-from lightning_amp_plus.fp8.recipes import GEMMS, Gemm, Recipe
-from lightning_amp_plus.fp8.selection import Fp8Route, better_high, default_recipe, obstacle, too_small
+from lightning_amp_plus.decision import Decision, Wish
+from lightning_amp_plus.fp8.recipes import Recipe
+from lightning_amp_plus.fp8.selection import better_high, default_recipe, obstacle
+from lightning_amp_plus.fp8_choice import Fp8Choice, embedding_weights
+from lightning_amp_plus.naming import ModelNames, escape_glob, globs_of
 from lightning_amp_plus.policy import PrecisionPolicy, Rule
-from lightning_amp_plus.routed import Routed, base_class, is_metric
-
-# Segments that wrappers put into qualified names: torch.compile, FSDP1, activation checkpointing.
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-
-class Decision(NamedTuple):
-    """One module's format, the `match` of the deciding rule (or ``""``), why, whether it is torchmetrics' own, and FP8.
-
-    ``left_out``: of a Linear that was to be in FP8 and is not, ``shape``, ``backend``, ``hardware`` or ``other``.
-    """
-
-    compute: str
-    rule: str
-    reason: str
-    metric: bool
-    fp8: Fp8Route | None = None
-    left_out: str = ""
-
-
-class _Wish(NamedTuple):
-    """What is wanted of a module before it is known what it can do; passed on to the modules inside it.
-
-    Attributes:
-        compute: The format, FP8 included.
-        rule: The deciding rule, if any.
-        reason: Why.
-        own: Whether the rule names this very module, rather than meeting it by a glob or its class.
-    """
-
-    compute: str
-    rule: Rule | None
-    reason: str
-    own: bool
-
-
-def clean_name(name: str) -> str:
-    """A qualified name without the segments that wrappers put in."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-class ModelNames:
-    """A model's modules by every name that reaches them, compiled wrappers left out.
-
-    Attributes:
-        module: Module of each name, parents first; the model itself is ``""``.
-        aliases: All names of a module, by its id.
-        buffers: Qualified names of all buffers.
-        metrics: Ids of the modules that belong to torchmetrics, and of all below them.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.module: dict[str, nn.Module] = {}
-        for name, module in model.named_modules(remove_duplicate=False):
-            self.module[clean_name(name)] = module
-        self.aliases: dict[int, list[str]] = {}
-        self.buffers: list[str] = []
-        self.metrics = {id(part) for module in self.module.values() if is_metric(module) for part in module.modules()}
-        for name, module in self.module.items():
-            self.aliases.setdefault(id(module), []).append(name)
-            self.buffers += [f"{name}.{key}" if name else key for key, _ in module._buffers.items()]
-
-    def above(self, name: str) -> Iterator[str]:
-        """Names of the modules around one, the nearest first."""
-        while name:
-            name = name.rpartition(".")[0]
-            yield name
-
-    def below(self, name: str) -> list[str]:
-        """Names of all modules inside one."""
-        return [other for other in self.module if other != name and (not name or other.startswith(f"{name}."))]
+from lightning_amp_plus.routed import Routed, base_class
 
 
 def decide(
@@ -111,8 +41,8 @@ def decide(
         if not modules:
             kept += _buffers_of(rule, names)
     decided: dict[int, Decision] = {}
-    wishes: dict[int, _Wish] = {}
-    fp8 = _Fp8Choice(names, policy, device_type)
+    wishes: dict[int, Wish] = {}
+    fp8 = Fp8Choice(names, policy, device_type)
     for name, module in names.module.items():
         if id(module) in decided:
             continue
@@ -132,130 +62,18 @@ def decide(
 
 
 def _wish(
-    rules: list[Rule], around: _Wish | None, parent_name: str, policy: PrecisionPolicy, aliases: list[str]
-) -> _Wish:
+    rules: list[Rule], around: Wish | None, parent_name: str, policy: PrecisionPolicy, aliases: list[str]
+) -> Wish:
     if rules:
         rule = rules[-1]
         # `*.lm_head` names every head; `blocks.*` and `type:Linear` name nothing in particular.
         own = any(alias.rpartition(".")[2] == rule.match.rpartition(".")[2] for alias in aliases)
-        return _Wish(rule.compute or policy.compute, rule, rule.reason or f"matches {rule.match!r}", own)
+        return Wish(rule.compute or policy.compute, rule, rule.reason or f"matches {rule.match!r}", own)
     if around is not None and around.rule is not None:
         inherited = around.reason.startswith("inherited")
         reason = around.reason if inherited else f"inherited from {parent_name!r}: {around.reason}"
-        return _Wish(around.compute, around.rule, reason, False)
-    return _Wish(policy.compute, None, "compute of the policy", False)
-
-
-def _embedding_weights(names: ModelNames) -> set[int]:
-    embeddings = [module for module in names.module.values() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    return {id(weight) for module in embeddings if (weight := module._parameters.get("weight")) is not None}
-
-
-class _Fp8Choice:
-    """Turns wishes into decisions, and remembers which wishes for FP8 came to what."""
-
-    def __init__(self, names: ModelNames, policy: PrecisionPolicy, device_type: str) -> None:
-        self._names = names
-        self._policy = policy
-        self._device_type = device_type
-        self._granted: set[int] = set()  # modules
-        self._asked: dict[Rule | None, list[str]] = {}  # by what asks, why it was denied
-        self._elsewhere: dict[int, Rule | None] = {}  # layers that could, and the rule that keeps them out
-        self._embeddings = _embedding_weights(names)
-
-    def of(self, module: nn.Module, wish: _Wish) -> Decision:
-        """The decision on one module."""
-        rule = wish.rule
-        match = "" if rule is None else rule.match
-        if wish.compute != "fp8" and not self._policy.uses_fp8:
-            return Decision(wish.compute, match, wish.reason, False)
-        given = None if rule is None else rule.recipe
-        recipe = default_recipe(self._device_type) if given is None else Recipe.of(given)
-        aliases = self._names.aliases[id(module)]
-        why = obstacle(module, recipe)
-        if wish.compute != "fp8":
-            if why is None and better_high(aliases, module, self._embeddings, "", own=False) is None:
-                self._elsewhere[id(module)] = rule
-            return Decision(wish.compute, match, wish.reason, False)
-        self._asked.setdefault(rule, [])
-        named = rule is not None and rule.match in aliases and not any(True for _ in module.children())
-        if why is not None and rule is not None and named and self._policy.fallback == "error":
-            raise ValueError(
-                f"Rule {rule.match!r} asks for FP8 of {aliases[0]!r}, which cannot compute in it: {why}. Remove the "
-                "rule, or set fallback='bf16' in the policy to have it listed and computed in BF16."
-            )
-        if why is None:
-            why = better_high(aliases, module, self._embeddings, match, wish.own)
-        if why is not None:
-            return self._denial(module, rule, why)
-        gemms = tuple(rule.gemms) if rule is not None and rule.gemms is not None else GEMMS
-        backend, why = self._backend(rule, recipe, gemms)
-        if backend is None:
-            return self._denial(module, rule, why)
-        small = None if backend.emulated or self._device_type == "cpu" or wish.own else too_small(module, recipe)
-        if small is not None:
-            return self._denial(module, rule, small)
-        self._granted.add(id(module))
-        route = Fp8Route(recipe, gemms, backend.name, self._policy.fp8_in_evaluation)
-        return Decision("fp8", match, f"{wish.reason}; {why}", False, route)
-
-    def _denial(self, module: nn.Module, rule: Rule | None, why: str) -> Decision:
-        if not any(True for _ in module.children()):  # of a container it is what is inside that counts
-            name = self._names.aliases[id(module)][0] or "(model)"
-            self._asked[rule].append(f"{name}: {why}")
-        kind = why.partition(":")[0]
-        kind = kind if kind in ("shape", "backend", "hardware") else "other"
-        match = "" if rule is None else rule.match
-        return Decision(
-            self._policy.base_compute, match, why, False, None, kind if isinstance(module, nn.Linear) else ""
-        )
-
-    def _backend(self, rule: Rule | None, recipe: Recipe, gemms: tuple[Gemm, ...]) -> tuple[Backend | None, str]:
-        """What multiplies, and why that; ``None`` and the obstacle where a rule's own cannot and the policy takes BF16."""
-        if rule is None or rule.backend is None:
-            return choose(recipe, gemms, self._device_type)
-        backend = BACKENDS[rule.backend]
-        obstacle = backend.obstacle(recipe, gemms, self._device_type)
-        if obstacle is None:
-            return backend, f"{backend.name}: as the rule says"
-        if self._policy.fallback == "error":
-            raise ValueError(
-                f"Rule {rule.match!r} asks for backend={rule.backend!r}, which cannot compute it here: "
-                f"{obstacle.partition(': ')[2]}. Leave backend out to have one chosen, or set fallback='bf16' in the "
-                "policy to have its layers listed and computed in BF16."
-            )
-        return None, obstacle
-
-    def refuse_wishes_that_came_to_nothing(self, matched: Mapping[Rule, set[int]]) -> None:
-        """Raises where FP8 was asked for and nothing will run in it, unless later rules take it away.
-
-        Args:
-            matched: Ids of the modules that each rule matches.
-
-        Raises:
-            ValueError: Naming what was asked, and why the candidates cannot.
-        """
-        for rule, reasons in self._asked.items():
-            if rule is not None and (rule.compute != "fp8" or self._policy.fallback == "bf16"):
-                continue  # of its own it asks for nothing; or it is listed in the plan, as the policy allows
-            reached = set(self._names.aliases) if rule is None else self._with_all_inside(matched[rule])
-            if reached & self._granted or any(self._elsewhere[key] != rule for key in reached & set(self._elsewhere)):
-                continue
-            linear = [reason for reason in reasons if "only Linear layers" not in reason]
-            asked = "The policy" if rule is None else f"Rule {rule.match!r}"
-            found = "; ".join((linear or reasons)[:4]) or "there is no Linear layer in it that is called by itself"
-            raise ValueError(
-                f"{asked} asks for FP8, but no module would compute in it ({found}). Widen the layers, name one of "
-                "them in a rule, or leave FP8 out."
-            )
-
-    def _with_all_inside(self, modules: set[int]) -> set[int]:
-        return {
-            id(module)
-            for name, module in self._names.module.items()
-            if id(module) in modules
-            or any(id(self._names.module[above]) in modules for above in self._names.above(name))
-        }
+        return Wish(around.compute, around.rule, reason, False)
+    return Wish(policy.compute, None, "compute of the policy", False)
 
 
 def compute_of(module: nn.Module, name: str | None, policy: PrecisionPolicy) -> str:
@@ -293,7 +111,7 @@ def fp8_moves(model: nn.Module, policy: PrecisionPolicy, name: str, device_type:
     names = ModelNames(model)
     settings = _fp8_settings(policy, names, name)
     moves = {glob: settings for glob in globs_of(name, names.module)}
-    embeddings = _embedding_weights(names)
+    embeddings = embedding_weights(names)
     for inner in names.below(name):
         own, module = _fp8_settings(policy, names, inner), names.module[inner]
         recipe = default_recipe(device_type) if own.get("recipe") is None else Recipe.of(own["recipe"])
@@ -303,22 +121,6 @@ def fp8_moves(model: nn.Module, policy: PrecisionPolicy, name: str, device_type:
             # As a glob, since a rule with a layer's own name would ask for this very layer.
             moves[f"{escape_glob(inner[:-1])}[{inner[-1]}]"] = own
     return moves
-
-
-def globs_of(name: str, names: Iterable[str]) -> list[str]:
-    """Globs that meet a module and all that is inside it.
-
-    Args:
-        name: Qualified name of the module.
-        names: Names of all modules.
-    """
-    escaped = escape_glob(name)
-    return [escaped, *([f"{escaped}.*"] if any(other.startswith(f"{name}.") for other in names) else [])]
-
-
-def escape_glob(name: str) -> str:
-    """A glob that matches a name and nothing else."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def _fp8_settings(policy: PrecisionPolicy, names: ModelNames, name: str) -> dict[str, Any]:

@@ -51,7 +51,8 @@ from lightning_amp_plus.integration.sharding import (
 from lightning_amp_plus.integration.strategies import as_group, consensus_of, device_type, refuse_strategy
 from lightning_amp_plus.integration.throughput import correct_throughput_monitors
 from lightning_amp_plus.integration.windows import closes_window, closing_window, starts_window
-from lightning_amp_plus.matching import compute_of, fp8_moves, globs_of
+from lightning_amp_plus.matching import compute_of, fp8_moves
+from lightning_amp_plus.naming import globs_of
 from lightning_amp_plus.policy import ComputeFormat, PrecisionPolicy, Rule
 from lightning_amp_plus.routing import RoutePlan, plan
 from lightning_amp_plus.scaling.consensus import Consensus

@@ -15,11 +15,13 @@ from torch import nn
 
 from lightning_amp_plus.autocast_probe import UNKNOWN, Probe, Region, probe
 from lightning_amp_plus.casts import BITS_16, DTYPES, dtype_name
+from lightning_amp_plus.decision import Decision
 from lightning_amp_plus.fp8.backends import BACKENDS
 from lightning_amp_plus.fp8.delayed import attach_histories, forget_history
 from lightning_amp_plus.fp8.recipes import Operand, Recipe
 from lightning_amp_plus.fp8.selection import Fp8Route
-from lightning_amp_plus.matching import Decision, ModelNames, clean_name, decide
+from lightning_amp_plus.matching import decide
+from lightning_amp_plus.naming import ModelNames, clean_name
 from lightning_amp_plus.plan_table import FORMATS_LESS_WANTED, as_text, fitting_table
 from lightning_amp_plus.policy import PrecisionPolicy
 from lightning_amp_plus.routed import (
