@@ -385,14 +385,14 @@ class StepSequence:
 
         try:
             result = step(backward_and_hooks)
+            nothing: Verdictless | None = None if self.ledger.has_backward(optimizer) else "skipped_no_backward"
+            state = self.ledger.window_of(optimizer)
+            measured = state.norm_at == self.ledger.backwards
+            values = Values(grad_norm=state.norm) if measured else Values(late_norm=self._late_norm(optimizer))
+            self._close(optimizer, window, values, nothing)  # as in run(): who subscribed sees what the step worked on
         finally:
             if self.masters is not None:
                 self.masters.leave(optimizer)
-        nothing: Verdictless | None = None if self.ledger.has_backward(optimizer) else "skipped_no_backward"
-        state = self.ledger.window_of(optimizer)
-        measured = state.norm_at == self.ledger.backwards
-        values = Values(grad_norm=state.norm) if measured else Values(late_norm=self._late_norm(optimizer))
-        self._close(optimizer, window, values, nothing)
         return result
 
     def evaluate_again(self, optimizer: Optimizer, closure: Callable[[], Any], close: Callable[[], Window]) -> Any:

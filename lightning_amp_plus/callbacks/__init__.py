@@ -3,5 +3,6 @@
 from lightning_amp_plus.callbacks.checkpoint import PrecisionCheckpoint
 from lightning_amp_plus.callbacks.loss_scale import LossScaleMonitor
 from lightning_amp_plus.callbacks.suite import precision_callbacks
+from lightning_amp_plus.callbacks.update_ratio import UpdateRatioMonitor
 
-__all__ = ["LossScaleMonitor", "PrecisionCheckpoint", "precision_callbacks"]
+__all__ = ["LossScaleMonitor", "PrecisionCheckpoint", "UpdateRatioMonitor", "precision_callbacks"]

@@ -19,27 +19,46 @@ from torch import Tensor
 CPU_ELEMENTS, GPU_ELEMENTS = 2**18, 2**22
 
 
+# Of tensors with fewer elements no share is taken: looking at them whole costs less than picking.
+_SMALLEST_SHARED = 2**16
+# Elements that a share takes in one run: long ones are read at the speed of memory, many ones are a better sample.
+_LONGEST_RUN, _LEAST_RUNS = 2**12, 8
+
+
 @dataclass(frozen=True)
 class _Block:
-    """Rows of one matrix: whole tensors of one length, or a piece of one.
+    """Rows of one matrix: whole tensors of one shape, or pieces of one tensor.
 
     Attributes:
-        owners: Positions of the tensors.
-        start: First element of the piece.
+        owners: Position of the tensor that each row belongs to.
+        whole: Whether a row is a tensor.
+        start: First element of the first piece.
         length: Number of elements of each row.
+        stride: Number of elements from the start of a piece to that of the next.
     """
 
     owners: tuple[int, ...]
+    whole: bool
     start: int
     length: int
+    stride: int = 0
 
 
 class Blocks:
-    """How tensors of given sizes are stacked and cut. Made once for a model, used at every step.
+    """How tensors of given shapes are stacked and cut. Made once for a model, used at every step.
 
     Args:
-        tensors: Any tensors, also empty ones, which have no rows. Only size, dtype and device are looked at.
+        tensors: Any tensors, also empty ones, which have no rows. Only shape, dtype and device are looked at.
         elements: Largest number of elements in a matrix; by default what suits the device.
+        one_in: Of a tensor of 65536 elements or more, take only one element in so many: runs of neighbors, at places
+            that are always the same and meet all columns of a weight. ``scales`` says what sums are multiplied by.
+        longest: Cut large tensors into rows of this length rather than into one row a matrix, the rest left over being
+            a row of its own; for kernels that reduce rows without losing digits only up to some length.
+
+    Attributes:
+        count: Number of tensors.
+        sizes: For each tensor its number of elements.
+        scales: For each tensor its number of elements over the number of those taken.
 
     Example:
         >>> import torch
@@ -50,27 +69,64 @@ class Blocks:
         [3.0, 16.0, 27.0]
     """
 
-    def __init__(self, tensors: Sequence[Tensor], elements: int | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        elements: int | None = None,
+        one_in: int = 1,
+        longest: int | None = None,
+    ) -> None:
         self.count = len(tensors)
+        self.sizes = [tensor.numel() for tensor in tensors]
+        self.scales = [1.0] * self.count
         self._blocks: list[_Block] = []
-        alike: dict[tuple[torch.device, torch.dtype, int], list[int]] = defaultdict(list)
+        alike: dict[tuple[torch.device, torch.dtype, torch.Size], list[int]] = defaultdict(list)
         for position, tensor in enumerate(tensors):
             if tensor.numel():
-                alike[tensor.device, tensor.dtype, tensor.numel()].append(position)
-        for (device, _, length), positions in alike.items():
+                alike[tensor.device, tensor.dtype, tensor.shape].append(position)
+        for (device, _, shape), positions in alike.items():
+            length = shape.numel()
             limit = elements or (CPU_ELEMENTS if device.type == "cpu" else GPU_ELEMENTS)
+            if one_in > 1 and length >= _SMALLEST_SHARED:
+                for position in positions:
+                    self._add_share(position, length, one_in, limit)
+                continue
+            if longest is not None and length > longest:
+                for position in positions:
+                    runs = length // longest
+                    self._add_runs(position, longest, longest, runs, limit)
+                    if length % longest:
+                        self._blocks.append(_Block((position,), False, runs * longest, length % longest))
+                continue
             if length > limit:
                 for position in positions:
                     for start in range(0, length, limit):
-                        self._blocks.append(_Block((position,), start, min(limit, length - start)))
+                        self._blocks.append(_Block((position,), False, start, min(limit, length - start)))
                 continue
             rows = max(1, limit // length)
             for first in range(0, len(positions), rows):
-                self._blocks.append(_Block(tuple(positions[first : first + rows]), 0, length))
+                self._blocks.append(_Block(tuple(positions[first : first + rows]), True, 0, length))
         self._owners = [owner for block in self._blocks for owner in block.owners]
         self._owner_index: dict[torch.device, Tensor] = {}
         self._row_index: dict[torch.device, Tensor] = {}
         self._all_have_rows = len(set(self._owners)) == self.count
+
+    def _add_share(self, position: int, length: int, one_in: int, limit: int) -> None:
+        wanted = max(_LEAST_RUNS, length // one_in)
+        run = min(_LONGEST_RUN, wanted // _LEAST_RUNS, limit)
+        runs = wanted // run
+        # An odd number of vectors of 16 from run to run: a multiple of a weight's row would meet the same columns only.
+        stride = max(run, length // runs // 16 * 16)
+        if stride // 16 % 2 == 0 and stride - 16 >= run:
+            stride -= 16
+        self.scales[position] = length / (runs * run)
+        self._add_runs(position, run, stride, runs, limit)
+
+    def _add_runs(self, position: int, run: int, stride: int, runs: int, limit: int) -> None:
+        rows = max(1, limit // run)
+        for first in range(0, runs, rows):
+            owners = (position,) * min(rows, runs - first)
+            self._blocks.append(_Block(owners, False, first * stride, run, stride))
 
     def __len__(self) -> int:
         """Number of matrices."""
@@ -82,17 +138,44 @@ class Blocks:
             yield matrix
 
     def together(self, *lists: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """Matrices of several lists, element by element of each other: parameters and what an optimizer keeps for them."""
+        """Matrices of several lists, element by element of each other: parameters and what an optimizer keeps for them.
+
+        Tensors at one position have the same shape in every list.
+        """
+        cut, flat = -1, []
         for block in self._blocks:
-            flat = [_flat([tensors[owner] for tensors in lists]) for owner in block.owners]
-            if len(flat) == 1:
-                yield tuple(part[block.start : block.start + block.length].unsqueeze(0) for part in flat[0])
-            else:
-                yield tuple(torch.stack([parts[which] for parts in flat]) for which in range(len(lists)))
+            if block.whole and len(block.owners) > 1:
+                rows = len(block.owners)
+                yield tuple(torch.stack([tensors[o] for o in block.owners]).view(rows, -1) for tensors in lists)
+                continue
+            if block.owners[0] != cut:
+                cut = block.owners[0]
+                flat = _flat([tensors[cut] for tensors in lists])
+            size, strides = (len(block.owners), block.length), (block.stride or block.length, 1)
+            yield tuple(part.as_strided(size, strides, part.storage_offset() + block.start) for part in flat)
+
+    def copies(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The matrices, sharing no memory with the tensors."""
+        stacked = (block.whole and len(block.owners) > 1 for block in self._blocks)
+        return [m if own else m.clone() for own, m in zip(stacked, self.of(tensors), strict=True)]
 
     def owners(self) -> Iterator[tuple[int, ...]]:
         """The positions of the tensors whose rows the matrices hold, in their order."""
         return (block.owners for block in self._blocks)
+
+    def spread(self, values: Tensor) -> Sequence[Tensor]:
+        """What is known of each tensor, where its rows are.
+
+        Args:
+            values: ``[tensors, columns]``.
+
+        Returns:
+            For every matrix ``[rows, columns]``.
+        """
+        if not self._blocks:
+            return ()
+        rows = values.index_select(0, self._index(values.device))
+        return torch.split_with_sizes(rows, [len(block.owners) for block in self._blocks])
 
     def sum(self, rows: Sequence[Tensor]) -> Tensor:
         """Adds up what was found in rows, by tensor.

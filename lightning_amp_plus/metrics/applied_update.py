@@ -1,0 +1,332 @@
+"""What one optimizer step did to its parameters: :class:`AppliedUpdate`. The update ratio of layers is made from it.
+
+SGD, Adam and AdamW of torch leave behind in their state all that their last update was made of, so it is computed from
+there, block by block, and no copy is needed. With ``θ`` the parameter after the step, ``m`` and ``v`` the moments,
+``λ`` the decay and ``η`` the learning rate, the update is ``Δθ = -s·(q + r·θ)``:
+
+============================== ==================================== ============== =========================
+optimizer                      ``q``                                ``r``          ``s``
+============================== ==================================== ============== =========================
+Adam                           ``m / (√v + ε·c₂)``                  0              ``η·c₂/c₁``
+AdamW                          ``m / (√v + ε·c₂)``                  ``λ·c₁/c₂``    ``η·c₂/c₁ / (1 - η·λ)``
+SGD                            gradient                             ``λ``          ``η / (1 - η·λ)``
+SGD with momentum              momentum buffer                      0              ``η``
+SGD with Nesterov's            gradient + momentum · buffer         ``λ``          ``η / (1 - η·λ)``
+============================== ==================================== ============== =========================
+
+``c₁ = 1 - β₁ᵗ`` and ``c₂ = √(1 - β₂ᵗ)``; the decay of AdamW and SGD works on the parameter before the step, which is
+``θ - Δθ`` (D. Kingma, J. Ba, "Adam", 2015, algorithm 1; I. Loshchilov, F. Hutter, "Decoupled weight decay
+regularization", 2019, algorithm 2). A parameter stored in 16 bits moves by something else, since the update is rounded;
+it, and what other optimizers move, is copied before the step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach
+
+from lightning_amp_plus.metrics import update_kernels as kernels
+from lightning_amp_plus.metrics.blocks import Blocks
+
+_EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+# Below this, what is left of a parameter after decay is too small to tell from it what it was.
+_LEAST_LEFT = 1e-2
+# Layouts kept, the newest: which parameters have gradients may change from step to step.
+_KEPT = 16
+
+
+@dataclass(eq=False)
+class Layout:
+    """Parameters whose update is found in one way, and how they are stacked and cut.
+
+    Attributes:
+        parameters: As in the optimizer.
+        groups: Index of the parameter group of each.
+        blocks: Of this rank's parts of them.
+    """
+
+    parameters: tuple[Tensor, ...]
+    groups: tuple[int, ...]
+    blocks: Blocks
+    _indices: dict[torch.device, Tensor] = field(default_factory=dict)
+    _scales: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def group_index(self, device: torch.device) -> Tensor:
+        """``groups`` as a tensor."""
+        if device not in self._indices:
+            self._indices[device] = torch.tensor(self.groups, device=device)
+        return self._indices[device]
+
+    def scales(self, device: torch.device) -> Tensor:
+        """What sums over a share of the elements are multiplied by, ``[parameters, 1]``."""
+        if device not in self._scales:
+            self._scales[device] = torch.tensor(self.blocks.scales, dtype=wide(device), device=device).unsqueeze(1)
+        return self._scales[device]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a step did.
+
+    Attributes:
+        layout: To which parameters.
+        sums: ``[parameters, 4]``, FP64 where the device has it, over this rank's part of each: squares of the update,
+            squares of the parameter, number of elements that moved by nothing since the update was rounded away, and
+            whether (above 0) anything but decay moved it.
+    """
+
+    layout: Layout
+    sums: Tensor
+
+
+class _Work:
+    """What is looked at together: one kind, one device, one dtype."""
+
+    def __init__(self) -> None:
+        self.groups: list[int] = []
+        self.lists: tuple[list[Tensor], ...] = ()
+        self.steps: list[Tensor] = []
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return self.lists[0]
+
+    def take(self, group: int, *tensors: Tensor | None) -> None:
+        """Takes a parameter and what its update is made of."""
+        if not self.lists:
+            self.lists = tuple([] for _ in tensors)
+        for into, tensor in zip(self.lists, tensors, strict=True):
+            assert tensor is not None
+            into.append(tensor)
+        self.groups.append(group)
+
+
+class AppliedUpdate:
+    """Finds what the steps of one optimizer do.
+
+    Args:
+        optimizer: Any.
+        one_in: Look at one element in so many only, see :class:`Blocks`; sums are scaled up.
+        compiled: Compute with one kernel made by ``torch.compile`` where the optimizer is Adam or AdamW.
+    """
+
+    def __init__(self, optimizer: Optimizer, one_in: int = 1, compiled: bool = False) -> None:
+        self.optimizer = optimizer
+        self.one_in = one_in
+        self.compiled = compiled
+        self._layouts: dict[Any, Layout] = {}
+        self._copies: list[tuple[Layout, list[Tensor]]] = []
+        self._settings: tuple[Any, Tensor] | None = None
+
+    # ---------------------------------------------------------------- before the step
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Copies what the optimizer's state will not tell; once a step, later calls do nothing."""
+        if self._copies:
+            return
+        works: dict[Any, _Work] = defaultdict(_Work)
+        for index, group in enumerate(self.optimizer.param_groups):
+            kind = formula(self.optimizer, group)
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None or (kind is not None and parameter.dtype in _EXACT and not gradient.is_sparse):
+                    continue
+                works[parameter.device].take(index, parameter)
+        for device, work in works.items():
+            plain = [plain_part(parameter) for parameter in work.parameters]
+            layout = self._layout(("copy", device), work.groups, work.parameters, plain)
+            self._copies.append((layout, layout.blocks.copies(plain)))
+
+    def forget(self) -> None:
+        """Drops the copies: the step was skipped, or will not come."""
+        self._copies.clear()
+
+    # ---------------------------------------------------------------- after it
+
+    @torch.no_grad()
+    def after_step(self) -> list[Found]:
+        """What the step that the optimizer has just taken did. Gradients and state must be as it left them."""
+        found = [self._by_copy(*self._copies.pop()) for _ in range(len(self._copies))]
+        copied = {id(parameter) for part in found for parameter in part.layout.parameters}
+        works: dict[Any, _Work] = defaultdict(_Work)
+        for index, group in enumerate(self.optimizer.param_groups):
+            kind = formula(self.optimizer, group)
+            if kind is not None:
+                self._collect(works, kind, index, group, copied)
+        return found + [self._by_formula(key, work) for key, work in works.items()]
+
+    def _collect(self, works: dict[Any, _Work], kind: str, index: int, group: dict[str, Any], copied: set[int]) -> None:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if copied:
+            parameters = [p for p in parameters if id(p) not in copied]
+        if kind == "nesterov" and _nesterov_is_in_the_gradients(group, parameters):
+            kind = "gradient"
+        second = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
+        for parameter in parameters:
+            state = self.optimizer.state.get(parameter, {})
+            if kind == "adam":
+                if second not in state:
+                    continue
+                step = state["step"]
+                work = works[kind, parameter.device, parameter.dtype, step.device]
+                work.steps.append(step)
+                work.take(index, parameter, state["exp_avg"], state[second])
+            elif kind == "gradient":
+                works[kind, parameter.device, parameter.dtype].take(index, parameter, parameter.grad)
+            elif (buffer := state.get("momentum_buffer")) is not None:
+                with_gradient = (parameter.grad,) if kind == "nesterov" else ()
+                works[kind, parameter.device, parameter.dtype].take(index, parameter, *with_gradient, buffer)
+
+    def _by_formula(self, key: Any, work: _Work) -> Found:
+        kind, device, dtype = key[:3]
+        lists = work.lists
+        if dtype.is_complex or any(type(p) not in (Tensor, Parameter) for p in work.parameters):
+            lists = tuple([plain_part(tensor) for tensor in tensors] for tensors in lists)
+        layout = self._layout(key, work.groups, work.parameters, lists[0])
+        coefficients = self._coefficients(kind, layout, work.steps, device)
+        columns = torch.stack(coefficients, 1).to(lists[0][0].dtype)
+        decays = kind != "momentum" and any(
+            group["weight_decay"] and (kind != "adam" or group.get("decoupled_weight_decay"))
+            for group in (self.optimizer.param_groups[i] for i in set(layout.groups))
+        )
+        kernel = kernels.compiled_adam if self.compiled and kind == "adam" else kernels.EAGER[kind]
+        rows = [
+            kernel(matrices, at, decays)
+            for matrices, at in zip(layout.blocks.together(*lists), layout.blocks.spread(columns), strict=True)
+        ]
+        moved, weights, lost = _totals(layout, rows, 3).unbind(1)
+        r, s = coefficients[-2:]
+        decayed = r.square() * weights
+        # Where q is zero throughout, all that is left is r·θ, whose squares were rounded on the way.
+        pushed = (moved - decayed).abs() > 1e-5 * decayed
+        return Found(layout, torch.stack([moved * s.square(), weights, lost, pushed.to(moved.dtype)], 1))
+
+    def _by_copy(self, layout: Layout, copies: list[Tensor]) -> Found:
+        parameters = [plain_part(parameter) for parameter in layout.parameters]
+        drives = [plain_part(self._drive(p, group)) for p, group in zip(layout.parameters, layout.groups, strict=True)]
+        copies.reverse()
+        rows = [kernels.by_copy(copies.pop(), new, drive) for new, drive in layout.blocks.together(parameters, drives)]
+        sums = _totals(layout, rows, 4)
+        rates = self._table(sums.device).index_select(0, layout.group_index(sums.device))[:, 0]
+        sums[:, 2] *= rates != 0  # there, nothing was to be added
+        return Found(layout, sums)
+
+    def _drive(self, parameter: Tensor, group: int) -> Tensor:
+        """What is not zero where an element was to move: the momentum, or the gradient."""
+        state = self.optimizer.state.get(parameter, {}) if type(self.optimizer) in (SGD, Adam, AdamW) else {}
+        momentum: Tensor | None = state.get("exp_avg", state.get("momentum_buffer"))
+        drive = parameter.grad if momentum is None else momentum
+        if drive is None:
+            return parameter
+        return drive.to_dense() if drive.is_sparse else drive
+
+    # ---------------------------------------------------------------- layouts and settings
+
+    def _layout(self, key: Any, groups: list[int], parameters: list[Tensor], plain: list[Tensor]) -> Layout:
+        full = (key, tuple(map(id, parameters)), tuple(groups), tuple(map(Tensor.numel, plain)))
+        layout = self._layouts.pop(full, None)
+        if layout is None:
+            fused = self.compiled and key[0] == "adam"
+            blocks = kernels.blocks_for(plain, self.one_in, fused)
+            layout = Layout(tuple(parameters), tuple(groups), blocks)
+            if len(self._layouts) >= _KEPT:
+                del self._layouts[next(iter(self._layouts))]
+        self._layouts[full] = layout
+        return layout
+
+    def _table(self, device: torch.device) -> Tensor:
+        """The settings of the groups, a row for each: what is in tensors stays on the device."""
+        groups = self.optimizer.param_groups
+        values = [[group.get(name, 0.0) for name in _SETTINGS] for group in groups]
+        for row, group in zip(values, groups, strict=True):
+            row += [*group.get("betas", (0.0, 0.0)), -1.0 if group.get("maximize") else 1.0]
+        plain = [[0.0 if isinstance(value, Tensor) else _number(value) for value in row] for row in values]
+        if self._settings is None or self._settings[0] != (device, plain):
+            self._settings = ((device, plain), torch.tensor(plain, dtype=wide(device), device=device))
+        table = self._settings[1]
+        tensors = [(i, j, v) for i, row in enumerate(values) for j, v in enumerate(row) if isinstance(v, Tensor)]
+        if tensors:
+            table = table.clone()
+            for i, j, value in tensors:
+                table[i, j] = value.detach().reshape(()).to(device, table.dtype)
+        return table
+
+    def _coefficients(self, kind: str, layout: Layout, steps: list[Tensor], device: torch.device) -> list[Tensor]:
+        """By parameter, what the kernel of a kind takes; the last two are ``r`` and ``s``."""
+        settings = self._table(device).index_select(0, layout.group_index(device))
+        rate, decay, eps, momentum, decoupled, beta1, beta2, sign = settings.unbind(1)
+        if kind == "adam":
+            step = torch.stack(steps).reshape(-1).to(device, settings.dtype)
+            first, second = 1 - beta1**step, (1 - beta2**step).sqrt()
+            decay = decay * decoupled
+            return [eps * second, decay * first / second, rate * second / first / (1 - rate * decay)]
+        if kind == "momentum":
+            return [torch.zeros_like(rate), rate]
+        r, s = decay * sign, rate / (1 - rate * decay)
+        return [r, s] if kind == "gradient" else [momentum * sign, r, s]
+
+
+_SETTINGS = ("lr", "weight_decay", "eps", "momentum", "decoupled_weight_decay")
+
+
+def formula(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
+    """Which kernel computes the update of a parameter group from the optimizer's state, if one does."""
+    if type(optimizer) not in (SGD, Adam, AdamW) or isinstance(group["weight_decay"], Tensor):
+        return None
+    momentum = group.get("momentum", 0)
+    kind = "adam" if "betas" in group else "nesterov" if group["nesterov"] and momentum else "momentum"
+    if kind == "momentum" and not momentum:
+        kind = "gradient"
+    decays_first = kind != "momentum" and (kind != "adam" or group.get("decoupled_weight_decay"))
+    rate = group["lr"]
+    if decays_first and not isinstance(rate, Tensor) and abs(1 - rate * group["weight_decay"]) < _LEAST_LEFT:
+        return None
+    return kind
+
+
+def _nesterov_is_in_the_gradients(group: Mapping[str, Any], parameters: list[Tensor]) -> bool:
+    """Whether SGD has added the momentum to ``.grad`` itself, as torch does where it steps with ``_foreach`` kernels."""
+    if group["weight_decay"] or group["maximize"] or group["fused"]:
+        return False
+    if group["foreach"] is None:
+        return _default_to_fused_or_foreach(parameters, differentiable=False, use_fused=False)[1]
+    return bool(group["foreach"])
+
+
+def plain_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself, complex numbers as pairs; shares its storage."""
+    if type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "placements") and hasattr(tensor, "to_local"):
+        local: Any = tensor
+        tensor = local.to_local()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """What sums are held in."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _totals(layout: Layout, rows: list[Tensor], columns: int) -> Tensor:
+    """What kernels found in rows, norms and counts, as sums of squares and counts by parameter."""
+    if not rows:
+        device = layout.parameters[0].device
+        return torch.zeros(len(layout.parameters), columns, dtype=wide(device), device=device)
+    norms = [row.to(wide(row.device)) for row in rows]
+    squared = [torch.cat([row[:, :2].square(), row[:, 2:]], 1) for row in norms]
+    sums = layout.blocks.sum(squared)
+    if any(scale != 1.0 for scale in layout.blocks.scales):
+        sums *= layout.scales(sums.device)
+    return sums
+
+
+def _number(value: Any) -> float:
+    return 0.0 if value is None else float(value)
