@@ -238,16 +238,16 @@ class UpdateRatioMonitor(Monitor):
         names = self._places.names
         found = (table[:, 0].sqrt() / (table[:, 1].sqrt() + EPSILON)).tolist()
         shares = (table[:, 2] / table[:, 3].clamp(min=1e-30)).tolist()
-        moving = ((table[:, 5] > 0) & (table[:, 0] != 0)).tolist()
+        pushed, moved = (table[:, 5] > 0).tolist(), (table[:, 0] != 0).tolist()
         filled = (table[:, 3] > 0).tolist()
         rows = [row for row, there in enumerate(stepped) if there and filled[row]]
         ratios = {names[row]: found[row] for row in rows}
         lost = {names[row]: shares[row] for row in rows}
         finite = [ratio for ratio in ratios.values() if math.isfinite(ratio)]
         median = statistics.median(finite) if finite else math.nan
-        at_zero = {names[row]: "zero" if table[row, 5] > 0 else "masked" for row in rows if not moving[row]}
+        at_zero = {names[row]: "zero" if pushed[row] else "masked" for row in rows if not (pushed[row] and moved[row])}
         idle = [row for row, there in enumerate(stepped) if not there]
-        for row, why in self._places.why_not_stepped(idle, stepped.__getitem__).items():
+        for row, why in self._places.why_not_stepped(idle, stepped.__getitem__).items() if idle else ():
             at_zero[names[row]] = why
             if why == "unused":
                 ratios[names[row]] = 0.0

@@ -23,7 +23,7 @@ it, and what other optimizers move, is copied before the step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,14 +99,12 @@ class _Work:
     def parameters(self) -> list[Tensor]:
         return self.lists[0]
 
-    def take(self, group: int, *tensors: Tensor | None) -> None:
-        """Takes a parameter and what its update is made of."""
-        if not self.lists:
-            self.lists = tuple([] for _ in tensors)
-        for into, tensor in zip(self.lists, tensors, strict=True):
-            assert tensor is not None
-            into.append(tensor)
-        self.groups.append(group)
+    def take(self, group: int, *lists: list[Tensor]) -> None:
+        """Takes parameters of a group and, in further lists, what their updates are made of."""
+        self.lists = self.lists or tuple([] for _ in lists)
+        for into, tensors in zip(self.lists, lists, strict=True):
+            into.extend(tensors)
+        self.groups.extend([group] * len(lists[0]))
 
 
 class AppliedUpdate:
@@ -135,12 +133,15 @@ class AppliedUpdate:
             return
         works: dict[Any, _Work] = defaultdict(_Work)
         for index, group in enumerate(self.optimizer.param_groups):
-            kind = formula(self.optimizer, group)
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None or (kind is not None and parameter.dtype in _EXACT and not gradient.is_sparse):
-                    continue
-                works[parameter.device].take(index, parameter)
+            by_formula = formula(self.optimizer, group) is not None
+            parameters = [
+                p
+                for p in group["params"]
+                if (gradient := p.grad) is not None
+                and not (by_formula and p.dtype in _EXACT and not gradient.is_sparse)
+            ]
+            for (device, _), alike in _alike(parameters):
+                works[device].take(index, alike)
         for device, work in works.items():
             plain = [plain_part(parameter) for parameter in work.parameters]
             layout = self._layout(("copy", device), work.groups, work.parameters, plain)
@@ -170,21 +171,25 @@ class AppliedUpdate:
             parameters = [p for p in parameters if id(p) not in copied]
         if kind == "nesterov" and _nesterov_is_in_the_gradients(group, parameters):
             kind = "gradient"
-        second = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
-        for parameter in parameters:
-            state = self.optimizer.state.get(parameter, {})
+        for (device, dtype), alike in _alike(parameters):
+            work = works[kind, device, dtype]
+            if kind == "gradient":
+                work.take(index, alike, _gradients(alike))
+                continue
+            second = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
+            last = second if kind == "adam" else "momentum_buffer"
+            states = [self.optimizer.state.get(p, _NOTHING) for p in alike]
+            if any(state.get(last) is None for state in states):  # the step left it out
+                alike = [p for p, state in zip(alike, states, strict=True) if state.get(last) is not None]
+                states = [state for state in states if state.get(last) is not None]
+            lasts = [state[last] for state in states]
             if kind == "adam":
-                if second not in state:
-                    continue
-                step = state["step"]
-                work = works[kind, parameter.device, parameter.dtype, step.device]
-                work.steps.append(step)
-                work.take(index, parameter, state["exp_avg"], state[second])
-            elif kind == "gradient":
-                works[kind, parameter.device, parameter.dtype].take(index, parameter, parameter.grad)
-            elif (buffer := state.get("momentum_buffer")) is not None:
-                with_gradient = (parameter.grad,) if kind == "nesterov" else ()
-                works[kind, parameter.device, parameter.dtype].take(index, parameter, *with_gradient, buffer)
+                work.take(index, alike, [state["exp_avg"] for state in states], lasts)
+                work.steps += [state["step"] for state in states]
+            elif kind == "momentum":
+                work.take(index, alike, lasts)
+            else:
+                work.take(index, alike, _gradients(alike), lasts)
 
     def _by_formula(self, key: Any, work: _Work) -> Found:
         kind, device, dtype = key[:3]
@@ -199,8 +204,9 @@ class AppliedUpdate:
             for group in (self.optimizer.param_groups[i] for i in set(layout.groups))
         )
         kernel = kernels.compiled_adam if self.compiled and kind == "adam" else kernels.EAGER[kind]
+        scratch = kernels.Scratch()
         rows = [
-            kernel(matrices, at, decays)
+            kernel(matrices, at, decays, scratch)
             for matrices, at in zip(layout.blocks.together(*lists), layout.blocks.spread(columns), strict=True)
         ]
         moved, weights, lost = _totals(layout, rows, 3).unbind(1)
@@ -265,6 +271,8 @@ class AppliedUpdate:
         settings = self._table(device).index_select(0, layout.group_index(device))
         rate, decay, eps, momentum, decoupled, beta1, beta2, sign = settings.unbind(1)
         if kind == "adam":
+            if len({step.device for step in steps}) > 1:  # groups that step on the device and groups that do not
+                steps = [step.to(device) for step in steps]
             step = torch.stack(steps).reshape(-1).to(device, settings.dtype)
             first, second = 1 - beta1**step, (1 - beta2**step).sqrt()
             decay = decay * decoupled
@@ -275,6 +283,7 @@ class AppliedUpdate:
         return [r, s] if kind == "gradient" else [momentum * sign, r, s]
 
 
+_NOTHING: dict[str, Tensor] = {}
 _SETTINGS = ("lr", "weight_decay", "eps", "momentum", "decoupled_weight_decay")
 
 
@@ -291,6 +300,21 @@ def formula(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
     if decays_first and not isinstance(rate, Tensor) and abs(1 - rate * group["weight_decay"]) < _LEAST_LEFT:
         return None
     return kind
+
+
+def _alike(parameters: list[Tensor]) -> Iterable[tuple[tuple[torch.device, torch.dtype], list[Tensor]]]:
+    """Parameters by device and dtype."""
+    devices, dtypes = {p.device for p in parameters}, {p.dtype for p in parameters}
+    if len(devices) == len(dtypes) == 1:  # the usual case, without asking each for its group
+        return [((devices.pop(), dtypes.pop()), parameters)]
+    by: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        by[parameter.device, parameter.dtype].append(parameter)
+    return by.items()
+
+
+def _gradients(parameters: list[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def _nesterov_is_in_the_gradients(group: Mapping[str, Any], parameters: list[Tensor]) -> bool:

@@ -22,7 +22,7 @@ CPU_ELEMENTS, GPU_ELEMENTS = 2**18, 2**22
 # Of tensors with fewer elements no share is taken: looking at them whole costs less than picking.
 _SMALLEST_SHARED = 2**16
 # Elements that a share takes in one run: long ones are read at the speed of memory, many ones are a better sample.
-_LONGEST_RUN, _LEAST_RUNS = 2**12, 8
+_LONGEST_RUN, _LEAST_RUNS = 2**13, 16
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Blocks:
             that are always the same and meet all columns of a weight. ``scales`` says what sums are multiplied by.
         longest: Cut large tensors into rows of this length rather than into one row a matrix, the rest left over being
             a row of its own; for kernels that reduce rows without losing digits only up to some length.
+        stacked: Largest number of elements in a matrix made of several tensors, if not ``elements``.
 
     Attributes:
         count: Number of tensors.
@@ -75,6 +76,7 @@ class Blocks:
         elements: int | None = None,
         one_in: int = 1,
         longest: int | None = None,
+        stacked: int | None = None,
     ) -> None:
         self.count = len(tensors)
         self.sizes = [tensor.numel() for tensor in tensors]
@@ -103,7 +105,7 @@ class Blocks:
                     for start in range(0, length, limit):
                         self._blocks.append(_Block((position,), False, start, min(limit, length - start)))
                 continue
-            rows = max(1, limit // length)
+            rows = max(1, (stacked or limit) // length)
             for first in range(0, len(positions), rows):
                 self._blocks.append(_Block(tuple(positions[first : first + rows]), True, 0, length))
         self._owners = [owner for block in self._blocks for owner in block.owners]
@@ -120,13 +122,14 @@ class Blocks:
         if stride // 16 % 2 == 0 and stride - 16 >= run:
             stride -= 16
         self.scales[position] = length / (runs * run)
-        self._add_runs(position, run, stride, runs, limit)
+        outside = length - (runs - 1) * stride - run
+        self._add_runs(position, run, stride, runs, limit, outside // 2 // 16 * 16)  # as much before as behind
 
-    def _add_runs(self, position: int, run: int, stride: int, runs: int, limit: int) -> None:
+    def _add_runs(self, position: int, run: int, stride: int, runs: int, limit: int, start: int = 0) -> None:
         rows = max(1, limit // run)
         for first in range(0, runs, rows):
             owners = (position,) * min(rows, runs - first)
-            self._blocks.append(_Block(owners, False, first * stride, run, stride))
+            self._blocks.append(_Block(owners, False, start + first * stride, run, stride))
 
     def __len__(self) -> int:
         """Number of matrices."""

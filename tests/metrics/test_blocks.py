@@ -79,3 +79,46 @@ def test_a_sum_of_squares_of_many_elements_keeps_its_digits(size: int) -> None:
     blocks = Blocks([tensor])
     found = blocks.sum([matrix.square().sum(1, keepdim=True) for matrix in blocks.of([tensor])])
     assert float(found.squeeze()) == pytest.approx(float(tensor.double().square().sum()), rel=1e-6)
+
+
+def test_a_share_is_the_same_each_time_and_meets_all_columns() -> None:
+    weight = torch.arange(512 * 1024).view(512, 1024)
+    blocks = Blocks([weight, torch.ones(100), weight.t()], elements=2**14, one_in=16)
+    taken = torch.cat([m.flatten() for m in blocks.of([weight, torch.ones(100).long(), weight.t()])])
+    assert torch.equal(taken, torch.cat([m.flatten() for m in blocks.of([weight, torch.ones(100).long(), weight.t()])]))
+    first = torch.cat([m.flatten() for m in blocks.of([weight, weight[0, :100], weight])])[: 512 * 1024 // 16]
+    assert len(set(first.tolist())) == 512 * 1024 // 16 and len(set((first % 1024).tolist())) == 1024
+    assert blocks.scales == [16.0, 1.0, 16.0] and blocks.sizes == [512 * 1024, 100, 512 * 1024]
+    sums = blocks.sum(
+        [m.double().sum(1, keepdim=True) for m in blocks.of([weight, torch.ones(100).long(), weight.t()])]
+    )
+    assert float(sums[0, 0]) * 16 == pytest.approx(float(weight.double().sum()), rel=0.01)
+    assert float(sums[1, 0]) == 100
+
+
+@settings(deadline=None, max_examples=40)
+@given(SHAPES, st.integers(1, 40), st.integers(1, 7), st.integers(1, 60))
+def test_rows_of_bounded_length_hold_every_element_once(
+    shapes: list[tuple[int, ...]], elements: int, longest: int, stacked: int
+) -> None:
+    tensors = made(shapes)
+    blocks = Blocks(tensors, elements, longest=longest, stacked=stacked)
+    matrices = list(blocks.of(tensors))
+    numbers = torch.arange(len(tensors), dtype=torch.float64).unsqueeze(1)
+    spread = blocks.spread(numbers)
+    assert [m.shape[0] for m in matrices] == [rows.shape[0] for rows in spread]
+    found = blocks.sum(
+        [torch.stack([m.double().sum(1), rows.flatten()], 1) for m, rows in zip(matrices, spread, strict=True)]
+    )
+    for position, tensor in enumerate(tensors if matrices else []):
+        assert float(found[position, 0]) == pytest.approx(float(tensor.double().sum()), abs=1e-9)
+        assert float(found[position, 1]) % max(position, 1) == 0
+
+
+def test_copies_share_no_memory() -> None:
+    tensors = [torch.ones(8), torch.ones(8), torch.ones(30)]
+    blocks = Blocks(tensors, 16)
+    copies = blocks.copies(tensors)
+    for tensor in tensors:
+        tensor.zero_()
+    assert all(bool((copy == 1).all()) for copy in copies)
