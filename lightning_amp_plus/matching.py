@@ -51,7 +51,7 @@ def decide(
         parent = decided[id(names.module[parent_name])] if name else None
         if id(module) in names.metrics:
             decided[id(module)] = _of_metric(name, rules, names.aliases[id(module)])
-        elif parent is not None and _is_captive(names.module[parent_name], module):
+        elif parent is not None and is_captive(names.module[parent_name], module):
             decided[id(module)] = _of_captive(name, rules, names.aliases[id(module)], parent)
         else:
             around = wishes.get(id(names.module[parent_name])) if parent is not None else None
@@ -201,12 +201,13 @@ def _of_metric(name: str, rules: list[Rule], aliases: list[str]) -> Decision:
     return Decision("fp32", "", "torchmetrics always compute in FP32", True)
 
 
-def _is_captive(parent: nn.Module, module: nn.Module) -> bool:
+def is_captive(parent: nn.Module | None, module: nn.Module) -> bool:
+    """Whether a module is never called, since its parent uses its parameters directly."""
     return isinstance(parent, nn.MultiheadAttention) and parent.out_proj is module
 
 
 def _of_captive(name: str, rules: list[Rule], aliases: list[str], parent: Decision) -> Decision:
-    """For a module that is never called, since its parent uses its parameters directly."""
+    """For a module that is never called; see :func:`is_captive`."""
     for rule in rules:
         if rule.match in aliases and rule.compute not in (None, parent.compute):
             raise ValueError(

@@ -1,8 +1,15 @@
 """Callbacks that show what a run in mixed precision does, and keep it with its checkpoints."""
 
+from lightning_amp_plus.callbacks.activation import ActivationMonitor
 from lightning_amp_plus.callbacks.checkpoint import PrecisionCheckpoint
 from lightning_amp_plus.callbacks.loss_scale import LossScaleMonitor
 from lightning_amp_plus.callbacks.suite import precision_callbacks
 from lightning_amp_plus.callbacks.update_ratio import UpdateRatioMonitor
 
-__all__ = ["LossScaleMonitor", "PrecisionCheckpoint", "UpdateRatioMonitor", "precision_callbacks"]
+__all__ = [
+    "ActivationMonitor",
+    "LossScaleMonitor",
+    "PrecisionCheckpoint",
+    "UpdateRatioMonitor",
+    "precision_callbacks",
+]

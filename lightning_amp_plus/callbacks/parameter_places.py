@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_amp_plus.matching import clean_name
+from lightning_amp_plus.naming import clean_name
 
 Per = Literal["layer", "parameter", "group"]
 ROOT = "(model)"  # the layer of parameters that the LightningModule itself has

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY
+from lightning_amp_plus.nested import named_tensors
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -50,17 +51,8 @@ def tensors_of(checkpoint: Mapping[str, Any], parameters: Container[str]) -> Ite
     """
     weights = checkpoint.get("state_dict")
     if isinstance(weights, Mapping):
-        yield from _walk({name: value for name, value in weights.items() if name in parameters}, "state_dict")
-    yield from _walk(checkpoint.get("optimizer_states"), "optimizer_states")
+        yield from named_tensors({name: value for name, value in weights.items() if name in parameters}, "state_dict")
+    yield from named_tensors(checkpoint.get("optimizer_states"), "optimizer_states")
     ours = checkpoint.get(CHECKPOINT_KEY)
     if isinstance(ours, Mapping):
-        yield from _walk(ours.get("master_weights"), "master_weights")
-
-
-def _walk(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, (Mapping, list, tuple)):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, item in items:
-            yield from _walk(item, f"{name}.{key}")
+        yield from named_tensors(ours.get("master_weights"), "master_weights")
