@@ -2,12 +2,14 @@
 
 from lightning_amp_plus.callbacks.activation import ActivationMonitor
 from lightning_amp_plus.callbacks.checkpoint import PrecisionCheckpoint
+from lightning_amp_plus.callbacks.gradient import GradientMonitor
 from lightning_amp_plus.callbacks.loss_scale import LossScaleMonitor
 from lightning_amp_plus.callbacks.suite import precision_callbacks
 from lightning_amp_plus.callbacks.update_ratio import UpdateRatioMonitor
 
 __all__ = [
     "ActivationMonitor",
+    "GradientMonitor",
     "LossScaleMonitor",
     "PrecisionCheckpoint",
     "UpdateRatioMonitor",

@@ -6,14 +6,18 @@ from typing import Literal
 
 from lightning.pytorch import Callback
 
+from lightning_amp_plus.callbacks.activation import ActivationMonitor
+from lightning_amp_plus.callbacks.gradient import GradientMonitor
 from lightning_amp_plus.callbacks.loss_scale import LossScaleMonitor
+from lightning_amp_plus.callbacks.update_ratio import UpdateRatioMonitor
 
 
 def precision_callbacks(level: Literal["light", "full"] = "light", every_n_steps: int | None = None) -> list[Callback]:
     """Callbacks to pass to a Trainer that runs with ``AmpPrecision``.
 
     Args:
-        level: ``light``: what can stay on in every run. ``full``: histograms too, for looking into a run.
+        level: ``light``: what can stay on in every run, the loss scale, gradients and update ratios. ``full``: activations,
+            parameters and histograms too, for looking into a run.
         every_n_steps: Interval of all of them; by default the Trainer's ``log_every_n_steps``.
 
     Raises:
@@ -25,4 +29,10 @@ def precision_callbacks(level: Literal["light", "full"] = "light", every_n_steps
     """
     if level not in ("light", "full"):
         raise ValueError(f"precision_callbacks(level={level!r}): expected 'light' or 'full'.")
-    return [LossScaleMonitor(every_n_steps, histogram=level == "full")]
+    full = level == "full"
+    light: list[Callback] = [
+        LossScaleMonitor(every_n_steps, histogram=full),
+        GradientMonitor(every_n_steps),
+        UpdateRatioMonitor(every_n_steps),
+    ]
+    return [*light, ActivationMonitor(every_n_steps)] if full else light

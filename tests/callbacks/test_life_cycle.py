@@ -14,20 +14,17 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
 from lightning_amp_plus import AmpPrecision, LossScale
-from lightning_amp_plus.callbacks import UpdateRatioMonitor, precision_callbacks
+from lightning_amp_plus.callbacks import precision_callbacks
 from tests.support.faults import INF, INF_LOSS
 from tests.support.models import MakeOptimizer, TinyRegressor, adamw, fused_adamw, sgd_momentum
 from tests.support.training import WeightTrace, loader, make_trainer, regression_batches, same
 
-# Callbacks that the suite does not bring along.
-OTHERS: list[Callable[[], L.Callback]] = [lambda: UpdateRatioMonitor(3)]
-NAMES = [type(callback).__name__ for callback in [*precision_callbacks("full"), *(make() for make in OTHERS)]]
+NAMES = [type(callback).__name__ for callback in precision_callbacks("full")]
 FAULTS = {2: INF, 5: INF_LOSS}
 
 
 def make(name: str) -> L.Callback:
-    made = [*precision_callbacks("full", every_n_steps=3), *(other() for other in OTHERS)]
-    (callback,) = (c for c in made if type(c).__name__ == name)
+    (callback,) = (c for c in precision_callbacks("full", every_n_steps=3) if type(c).__name__ == name)
     return callback
 
 
