@@ -21,7 +21,8 @@ from lightning_amp_plus.callbacks.layers import LayerHistory
 from lightning_amp_plus.callbacks.monitor import Monitor
 from lightning_amp_plus.callbacks.parameter_places import Per, Places
 from lightning_amp_plus.callbacks.readout import Measurement, Over
-from lightning_amp_plus.metrics.applied_update import AppliedUpdate, Found, Layout, wide
+from lightning_amp_plus.metrics.applied_update import AppliedUpdate, Found, Layout
+from lightning_amp_plus.metrics.update_formulas import wide
 from lightning_amp_plus.metrics.update_ratio import EPSILON
 from lightning_amp_plus.step_report import StepReport
 
@@ -75,8 +76,8 @@ class UpdateRatioMonitor(Monitor):
             nothing is logged.
         per: ``"layer"``, ``"parameter"``, or ``"group"`` for the optimizers' parameter groups.
         sample: Look at this share of the elements only, one over a whole number: of tensors of 65536 elements or more
-            always the same runs of neighbors. Costs about a ninth at 1/16; a ratio of large layers is then good to a few
-            percent, and worse where few elements do all the moving.
+            always the same runs of neighbors. 1/16 takes a ninth of the time for large layers, whose ratios are then good
+            to a few percent, and worse where few elements do all the moving.
         compile: Compute with a kernel made by ``torch.compile``, in half the time, for Adam and AdamW. The first log point
             waits for it to be made.
         jump: Warn, once, when the median over all layers is more than this many times the running median of the last 32

@@ -1,44 +1,34 @@
 """What one optimizer step did to its parameters: :class:`AppliedUpdate`. The update ratio of layers is made from it.
 
-SGD, Adam and AdamW of torch leave behind in their state all that their last update was made of, so it is computed from
-there, block by block, and no copy is needed. With ``θ`` the parameter after the step, ``m`` and ``v`` the moments,
-``λ`` the decay and ``η`` the learning rate, the update is ``Δθ = -s·(q + r·θ)``:
-
-============================== ==================================== ============== =========================
-optimizer                      ``q``                                ``r``          ``s``
-============================== ==================================== ============== =========================
-Adam                           ``m / (√v + ε·c₂)``                  0              ``η·c₂/c₁``
-AdamW                          ``m / (√v + ε·c₂)``                  ``λ·c₁/c₂``    ``η·c₂/c₁ / (1 - η·λ)``
-SGD                            gradient                             ``λ``          ``η / (1 - η·λ)``
-SGD with momentum              momentum buffer                      0              ``η``
-SGD with Nesterov's            gradient + momentum · buffer         ``λ``          ``η / (1 - η·λ)``
-============================== ==================================== ============== =========================
-
-``c₁ = 1 - β₁ᵗ`` and ``c₂ = √(1 - β₂ᵗ)``; the decay of AdamW and SGD works on the parameter before the step, which is
-``θ - Δθ`` (D. Kingma, J. Ba, "Adam", 2015, algorithm 1; I. Loshchilov, F. Hutter, "Decoupled weight decay
-regularization", 2019, algorithm 2). A parameter stored in 16 bits moves by something else, since the update is rounded;
-it, and what other optimizers move, is copied before the step.
+What SGD, Adam and AdamW of torch did is computed from their state, block by block and without a copy: see
+:mod:`update_formulas`. A parameter stored in 16 bits moves by something else, since its update is rounded: it is copied
+before the step, and so is what other optimizers move.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.optim import Optimizer
 
 from lightning_amp_plus.metrics import update_kernels as kernels
 from lightning_amp_plus.metrics.blocks import Blocks
+from lightning_amp_plus.metrics.update_formulas import (
+    KNOWN,
+    GroupSettings,
+    coefficients_of,
+    formula,
+    nesterov_is_in_the_gradients,
+    wide,
+)
 
 _EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-# Below this, what is left of a parameter after decay is too small to tell from it what it was.
-_LEAST_LEFT = 1e-2
 # Layouts kept, the newest: which parameters have gradients may change from step to step.
 _KEPT = 16
 
@@ -122,7 +112,7 @@ class AppliedUpdate:
         self.compiled = compiled
         self._layouts: dict[Any, Layout] = {}
         self._copies: list[tuple[Layout, list[Tensor]]] = []
-        self._settings: tuple[Any, Tensor] | None = None
+        self._settings = GroupSettings(optimizer)
 
     # ---------------------------------------------------------------- before the step
 
@@ -163,13 +153,13 @@ class AppliedUpdate:
             kind = formula(self.optimizer, group)
             if kind is not None:
                 self._collect(works, kind, index, group, copied)
-        return found + [self._by_formula(key, work) for key, work in works.items()]
+        return found + [self._by_formula(key, work) for key, work in works.items() if work.groups]
 
     def _collect(self, works: dict[Any, _Work], kind: str, index: int, group: dict[str, Any], copied: set[int]) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
         if copied:
             parameters = [p for p in parameters if id(p) not in copied]
-        if kind == "nesterov" and _nesterov_is_in_the_gradients(group, parameters):
+        if kind == "nesterov" and nesterov_is_in_the_gradients(group, parameters):
             kind = "gradient"
         for (device, dtype), alike in _alike(parameters):
             work = works[kind, device, dtype]
@@ -197,7 +187,8 @@ class AppliedUpdate:
         if dtype.is_complex or any(type(p) not in (Tensor, Parameter) for p in work.parameters):
             lists = tuple([plain_part(tensor) for tensor in tensors] for tensors in lists)
         layout = self._layout(key, work.groups, work.parameters, lists[0])
-        coefficients = self._coefficients(kind, layout, work.steps, device)
+        settings = self._settings.table(device).index_select(0, layout.group_index(device))
+        coefficients = coefficients_of(kind, settings, work.steps)
         columns = torch.stack(coefficients, 1).to(lists[0][0].dtype)
         decays = kind != "momentum" and any(
             group["weight_decay"] and (kind != "adam" or group.get("decoupled_weight_decay"))
@@ -218,24 +209,24 @@ class AppliedUpdate:
 
     def _by_copy(self, layout: Layout, copies: list[Tensor]) -> Found:
         parameters = [plain_part(parameter) for parameter in layout.parameters]
-        drives = [plain_part(self._drive(p, group)) for p, group in zip(layout.parameters, layout.groups, strict=True)]
+        drives = [plain_part(self._drive(parameter)) for parameter in layout.parameters]
         copies.reverse()
         rows = [kernels.by_copy(copies.pop(), new, drive) for new, drive in layout.blocks.together(parameters, drives)]
         sums = _totals(layout, rows, 4)
-        rates = self._table(sums.device).index_select(0, layout.group_index(sums.device))[:, 0]
+        rates = self._settings.table(sums.device).index_select(0, layout.group_index(sums.device))[:, 0]
         sums[:, 2] *= rates != 0  # there, nothing was to be added
         return Found(layout, sums)
 
-    def _drive(self, parameter: Tensor, group: int) -> Tensor:
+    def _drive(self, parameter: Tensor) -> Tensor:
         """What is not zero where an element was to move: the momentum, or the gradient."""
-        state = self.optimizer.state.get(parameter, {}) if type(self.optimizer) in (SGD, Adam, AdamW) else {}
+        state = self.optimizer.state.get(parameter, {}) if type(self.optimizer) in KNOWN else {}
         momentum: Tensor | None = state.get("exp_avg", state.get("momentum_buffer"))
         drive = parameter.grad if momentum is None else momentum
         if drive is None:
             return parameter
         return drive.to_dense() if drive.is_sparse else drive
 
-    # ---------------------------------------------------------------- layouts and settings
+    # ---------------------------------------------------------------- layouts
 
     def _layout(self, key: Any, groups: list[int], parameters: list[Tensor], plain: list[Tensor]) -> Layout:
         full = (key, tuple(map(id, parameters)), tuple(groups), tuple(map(Tensor.numel, plain)))
@@ -249,57 +240,8 @@ class AppliedUpdate:
         self._layouts[full] = layout
         return layout
 
-    def _table(self, device: torch.device) -> Tensor:
-        """The settings of the groups, a row for each: what is in tensors stays on the device."""
-        groups = self.optimizer.param_groups
-        values = [[group.get(name, 0.0) for name in _SETTINGS] for group in groups]
-        for row, group in zip(values, groups, strict=True):
-            row += [*group.get("betas", (0.0, 0.0)), -1.0 if group.get("maximize") else 1.0]
-        plain = [[0.0 if isinstance(value, Tensor) else _number(value) for value in row] for row in values]
-        if self._settings is None or self._settings[0] != (device, plain):
-            self._settings = ((device, plain), torch.tensor(plain, dtype=wide(device), device=device))
-        table = self._settings[1]
-        tensors = [(i, j, v) for i, row in enumerate(values) for j, v in enumerate(row) if isinstance(v, Tensor)]
-        if tensors:
-            table = table.clone()
-            for i, j, value in tensors:
-                table[i, j] = value.detach().reshape(()).to(device, table.dtype)
-        return table
-
-    def _coefficients(self, kind: str, layout: Layout, steps: list[Tensor], device: torch.device) -> list[Tensor]:
-        """By parameter, what the kernel of a kind takes; the last two are ``r`` and ``s``."""
-        settings = self._table(device).index_select(0, layout.group_index(device))
-        rate, decay, eps, momentum, decoupled, beta1, beta2, sign = settings.unbind(1)
-        if kind == "adam":
-            if len({step.device for step in steps}) > 1:  # groups that step on the device and groups that do not
-                steps = [step.to(device) for step in steps]
-            step = torch.stack(steps).reshape(-1).to(device, settings.dtype)
-            first, second = 1 - beta1**step, (1 - beta2**step).sqrt()
-            decay = decay * decoupled
-            return [eps * second, decay * first / second, rate * second / first / (1 - rate * decay)]
-        if kind == "momentum":
-            return [torch.zeros_like(rate), rate]
-        r, s = decay * sign, rate / (1 - rate * decay)
-        return [r, s] if kind == "gradient" else [momentum * sign, r, s]
-
 
 _NOTHING: dict[str, Tensor] = {}
-_SETTINGS = ("lr", "weight_decay", "eps", "momentum", "decoupled_weight_decay")
-
-
-def formula(optimizer: Optimizer, group: Mapping[str, Any]) -> str | None:
-    """Which kernel computes the update of a parameter group from the optimizer's state, if one does."""
-    if type(optimizer) not in (SGD, Adam, AdamW) or isinstance(group["weight_decay"], Tensor):
-        return None
-    momentum = group.get("momentum", 0)
-    kind = "adam" if "betas" in group else "nesterov" if group["nesterov"] and momentum else "momentum"
-    if kind == "momentum" and not momentum:
-        kind = "gradient"
-    decays_first = kind != "momentum" and (kind != "adam" or group.get("decoupled_weight_decay"))
-    rate = group["lr"]
-    if decays_first and not isinstance(rate, Tensor) and abs(1 - rate * group["weight_decay"]) < _LEAST_LEFT:
-        return None
-    return kind
 
 
 def _alike(parameters: list[Tensor]) -> Iterable[tuple[tuple[torch.device, torch.dtype], list[Tensor]]]:
@@ -317,26 +259,12 @@ def _gradients(parameters: list[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def _nesterov_is_in_the_gradients(group: Mapping[str, Any], parameters: list[Tensor]) -> bool:
-    """Whether SGD has added the momentum to ``.grad`` itself, as torch does where it steps with ``_foreach`` kernels."""
-    if group["weight_decay"] or group["maximize"] or group["fused"]:
-        return False
-    if group["foreach"] is None:
-        return _default_to_fused_or_foreach(parameters, differentiable=False, use_fused=False)[1]
-    return bool(group["foreach"])
-
-
 def plain_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself, complex numbers as pairs; shares its storage."""
     if type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "placements") and hasattr(tensor, "to_local"):
         local: Any = tensor
         tensor = local.to_local()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def wide(device: torch.device) -> torch.dtype:
-    """What sums are held in."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def _totals(layout: Layout, rows: list[Tensor], columns: int) -> Tensor:
@@ -350,7 +278,3 @@ def _totals(layout: Layout, rows: list[Tensor], columns: int) -> Tensor:
     if any(scale != 1.0 for scale in layout.blocks.scales):
         sums *= layout.scales(sums.device)
     return sums
-
-
-def _number(value: Any) -> float:
-    return 0.0 if value is None else float(value)
