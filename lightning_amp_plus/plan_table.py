@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 # Left out one after the other where a terminal has no room for all.
-_LESS_WANTED = ("optimizer", "accumulator", "reason", "rule", "input", "output", "weight")
+_LESS_WANTED = ("reduction", "gradient", "optimizer", "accumulator", "reason", "rule", "input", "output", "weight")
 # Of a plan with FP8 the reason says why a layer is or is not in it, and the column fp8 how: formats follow from those.
 FORMATS_LESS_WANTED = ("optimizer", "accumulator", "output", "input", "weight", "rule", "parameter", "reason")
-_PROSE = ("module", "rule", "reason", "recorded")  # columns that go on below where there is no room
+# Columns that go on below where there is no room.
+_PROSE = ("module", "rule", "reason", "recorded", "found", "remedy", "op", "dtypes")
 
 
 def cell(value: Any) -> str:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus.casts import DTYPES
+from lightning_amp_plus.census import Census
 from lightning_amp_plus.checkpoint.compatibility import check_allow
 from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY, Manifest, Move
 from lightning_amp_plus.history import History
@@ -152,6 +153,7 @@ class AmpPrecision(FSDPPrecision):
         self.sync_each_microbatch = sync_each_microbatch
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.plan: RoutePlan | None = None
+        self._census: Census | None = None
         self._sequence = StepSequence(scaler, check_finite, max_consecutive_skips, _warn, check_ranks_every)
         self._masters = MasterWeights() if policy.master_weights else None
         self._moves: tuple[Move, ...] = ()
@@ -187,6 +189,15 @@ class AmpPrecision(FSDPPrecision):
     def last_report(self) -> StepReport | None:
         """The report on the window that closed last, for people; callbacks use :meth:`subscribe`."""
         return self._sequence.journal.last_report
+
+    @property
+    def census(self) -> Census | None:
+        """The last dtype census of the model: what :class:`DtypeCensus` found, or until then what the checkpoint holds."""
+        return self._census
+
+    def keep_census(self, census: Census) -> None:
+        """Has a census stored in the checkpoints that follow."""
+        self._census = census
 
     def subscribe(
         self, fn: Callable[[StepReport], None], grad_norm: Callable[[Window], bool] | None = None
@@ -263,7 +274,7 @@ class AmpPrecision(FSDPPrecision):
             self.device = device_type(trainer.strategy)
         refuse_half_parameters(module, self.policy)
         if self._module is not None and self._module is not module:
-            self._moves = ()  # they were of another model
+            self._moves, self._census = (), None  # they were of another model
         self._apply_plan(module, self._moves)
         self._module = module
         return module
@@ -632,6 +643,8 @@ class AmpPrecision(FSDPPrecision):
         if self._module is not None and moves != self._moves:
             self._apply_plan(self._module, moves)
         self._moves = moves
+        saved = judgment.manifest.census
+        self._census = None if saved is None else Census.from_dict(saved.model_dump())
         self._fp8.start.load(judgment.manifest)
         self._fp8.load_state_dict(document)
 

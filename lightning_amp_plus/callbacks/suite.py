@@ -7,6 +7,7 @@ from typing import Literal
 from lightning.pytorch import Callback
 
 from lightning_amp_plus.callbacks.activation import ActivationMonitor
+from lightning_amp_plus.callbacks.dtype_census import DtypeCensus
 from lightning_amp_plus.callbacks.gradient import GradientMonitor
 from lightning_amp_plus.callbacks.loss_scale import LossScaleMonitor
 from lightning_amp_plus.callbacks.update_ratio import UpdateRatioMonitor
@@ -17,7 +18,7 @@ def precision_callbacks(level: Literal["light", "full"] = "light", every_n_steps
 
     Args:
         level: ``light``: what can stay on in every run, the loss scale, gradients and update ratios. ``full``: activations,
-            parameters and histograms too, for looking into a run.
+            parameters, histograms and a dtype census of the first step too, for looking into a run.
         every_n_steps: Interval of all of them; by default the Trainer's ``log_every_n_steps``.
 
     Raises:
@@ -35,4 +36,4 @@ def precision_callbacks(level: Literal["light", "full"] = "light", every_n_steps
         GradientMonitor(every_n_steps),
         UpdateRatioMonitor(every_n_steps),
     ]
-    return [*light, ActivationMonitor(every_n_steps)] if full else light
+    return [*light, ActivationMonitor(every_n_steps), DtypeCensus()] if full else light

@@ -292,6 +292,51 @@ class HistoryEntry(_Section):
     consecutive_skips: int = Field(ge=0)
 
 
+class CensusOp(_Section):
+    """Operations of one kind in one place; see ``census.OpRow``."""
+
+    module: str
+    phase: str
+    kind: str
+    op: str
+    dtypes: str
+    count: int = Field(ge=1)
+
+
+class CensusFlag(_Section):
+    """Something that deserves a look; see ``census.Flag``."""
+
+    kind: str
+    module: str
+    op: str
+    found: str
+    remedy: str
+
+
+class CensusEntry(_Section):
+    """The dtypes that a training step really ran in; see ``census.Census``.
+
+    Attributes:
+        step: The Trainer's ``global_step`` when the step began.
+        fingerprint: As of ``Census.fingerprint``.
+        modules: Dtypes by column, by qualified name.
+        ops: Operations that no module's columns tell of.
+        flags: What differed from the plan, or costs digits.
+        notes: What else to know.
+        versions: Of what computed then, which may be older than the save.
+        hardware: On which it computed then.
+    """
+
+    step: int = Field(ge=0)
+    fingerprint: str
+    modules: dict[str, dict[str, str]]
+    ops: list[CensusOp]
+    flags: list[CensusFlag]
+    notes: list[str]
+    versions: Versions | None
+    hardware: Hardware | None
+
+
 class Manifest(_Section):
     """The whole document; see the sections' classes.
 
@@ -343,6 +388,7 @@ class Manifest(_Section):
     window: WindowPosition | None = None
     data: Data | None = None
     random: RandomState | None = None
+    census: CensusEntry | None = None
     weights_only: bool = False
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY, Manifest
+from lightning_amp_plus.census import Census
+from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY, CensusEntry, Manifest
 from lightning_amp_plus.checkpoint.rules import scaler_fault
 from lightning_amp_plus.checkpoint.saved import SavedPrecision, saved_precision
 from lightning_amp_plus.commands.routes import UNKNOWN, Rows, folded, moves_tables, route_tables
@@ -220,6 +222,17 @@ def _tensors(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield "optimizer", f"{cell(optimizer.name)}{fused}; state: {cell(optimizer.state_dtypes)}"
     kept = manifest.master_weights_kept
     yield "master weights", UNKNOWN if kept is None else "kept" if kept else "none"
+    if manifest.census is not None:
+        yield "dtype census", _census(manifest.census)
+    else:
+        yield "dtype census", "none was taken" if _ours(manifest) else UNKNOWN
+
+
+def _census(entry: CensusEntry) -> str:
+    census = Census.from_dict(entry.model_dump())
+    kinds = Counter(flag.kind for flag in census.flags)
+    said = f" ({cell(dict(kinds))})" if kinds else ""
+    return f"at step {census.step}: {census.summary()}{said}; fingerprint {cell(entry.fingerprint[:12])}"
 
 
 def _position(manifest: Manifest) -> Iterator[tuple[str, str]]:

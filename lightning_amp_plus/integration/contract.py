@@ -135,6 +135,7 @@ class CheckpointContract:
             "loss_scale": None if self._plugin.scaler is None else self._plugin.scaler.describe(),
             "master_weights_kept": policy.master_weights,
             "fp8_start": self._fp8.start.state().model_dump() if policy.uses_fp8 else None,
+            "census": None if self._plugin.census is None else self._plugin.census.to_dict(),
             **self._sequence.state_dict(),
         }
 

@@ -529,6 +529,7 @@ UNCOMPARED = {
     "kept_buffers": "compared where buffers are rounded",
     "fp8": "compared where it ran",
     "fp8_start": "judged by whether it had begun",
+    "census": "compared with the resumed run's own, after its first step",
 }
 
 

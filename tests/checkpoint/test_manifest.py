@@ -28,7 +28,7 @@ from lightning_amp_plus.checkpoint.saved import saved_precision
 from lightning_amp_plus.checkpoint.sidecar import sidecar_of
 from lightning_amp_plus.errors import IncompatiblePrecisionError
 from tests.support.faults import INF
-from tests.support.manifests import document
+from tests.support.manifests import census, document
 from tests.support.models import TinyRegressor, adamw, fused_adamw, sgd
 from tests.support.training import amp_fp16, loader, make_trainer, regression_batches
 
@@ -46,6 +46,7 @@ def full() -> dict[str, Any]:
     ]
     plain["window"] = {"micro_batches": 2, "size": 4, "gradients": "stored"}
     plain["fp8_start"]["observed"] = [{"optimizer": 0, "norms": [1.5], "losses": [2.5], "peak": 3.5}]
+    plain["census"] = census()
     return plain
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp_plus import AmpPrecision, PrecisionPolicy, Rule
+from lightning_amp_plus.callbacks import DtypeCensus
 from lightning_amp_plus.integration import fp8_gather
 from tests.distributed.test_fp8_over_ranks import TORCHAO, Regressor
 from tests.support.sharding import outcomes_of, outcomes_or_failure
@@ -83,6 +84,14 @@ def warm_up() -> Any:
     return {"losses": model.losses, "val": float(trainer.callback_metrics["val"])}
 
 
+def census() -> Any:
+    callback = DtypeCensus()
+    trained(True, callbacks=[callback])
+    assert callback.last is not None
+    return {"rows": {n: dict(r) for n, r in callback.last.modules.items()}, "text": str(callback.last),
+            "flags": [flag.kind for flag in callback.last.flags]}  # fmt: skip
+
+
 def checkpoint(distributed: bool) -> Any:
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
@@ -109,6 +118,7 @@ def jobs() -> Any:
             "plain": partial(traffic, False),
             "gathered": partial(traffic, True),
             "warm-up": warm_up,
+            "census": census,
             "full": partial(checkpoint, False),
             "distributed": partial(checkpoint, True),
         }
@@ -130,6 +140,15 @@ def test_outside_of_fp8_the_gathered_weights_are_multiplied_in_bf16(ranks: list[
     found = ranks[0]["warm-up"]
     assert found["losses"] == pytest.approx(ranks[0]["gathered"]["losses"], rel=0.1)
     assert found["losses"][0] != ranks[0]["gathered"]["losses"][0] and found["val"] > 0
+
+
+def test_the_census_sees_gemms_in_fp8_of_gathered_weights(ranks: list[dict[str, Any]]) -> None:
+    found = ranks[0]["census"]
+    assert "error" not in found, found["error"]
+    rows = [row for row in found["rows"].values() if row["compute"] == "fp8"]
+    assert rows and all((row["input"], row["weight"]) == ("e4m3", "e4m3") for row in rows), found["text"]
+    assert {row["parameter"] for row in rows} == {row["reduction"] for row in rows} == {"fp32"}
+    assert not found["flags"], found["text"]
 
 
 @pytest.mark.parametrize("kind", ["full", "distributed"])

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_amp_plus import AmpPrecision, IncompatiblePrecisionError, PrecisionPolicy, Rule, plan
+from lightning_amp_plus.callbacks import DtypeCensus
 from lightning_amp_plus.fp8 import CurrentScaling, DelayedScaling, Recipe, activation_checkpoint
 from tests.distributed.test_fp8_over_ranks import train
 from tests.fp8.test_training import Regressor, batches
@@ -265,6 +267,20 @@ def a_forward_without_gradients_between_steps_leaves_no_trace() -> None:
     assert all(torch.equal(a, b) for a, b in zip(wanted["body.0"], histories(plain)["body.0"], strict=True))
 
 
+def the_census_says_what_it_ran_in() -> None:
+    for recipe in (DELAYED, CurrentScaling()):
+        census = DtypeCensus()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*dtypes differ")
+            fit(Regressor(), 2, AmpPrecision(policy(recipe)), callbacks=[census])
+        assert census.last is not None
+        for name, row in census.last.modules.items():
+            if row["compute"] == "fp8":
+                assert (row["input"], row["weight"], row["output"]) == ("e4m3", "e4m3", "bf16"), (name, row)
+        assert any(row["compute"] == "fp8" for row in census.last.modules.values())
+        assert not census.last.flags, str(census.last)
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
@@ -282,6 +298,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         another_backend_s_histories_go_on_where_that_is_allowed,
         a_search_for_a_learning_rate_leaves_no_history,
         a_forward_without_gradients_between_steps_leaves_no_trace,
+        the_census_says_what_it_ran_in,
     )
 }
 

@@ -187,9 +187,27 @@ def document(precision: str = "16-mixed", /, **changes: Any) -> dict[str, Any]:
         "window": {"micro_batches": 0, "size": None, "gradients": "none"},
         "data": {"mid_epoch": False, "stateful": True, "moment": "clean"},
         "random": {"ranks": 2, "generators": ["device", "numpy", "python", "torch"]},
+        "census": None,
         "weights_only": False,
     }
     return changed(plain, changes)
+
+
+def census() -> dict[str, Any]:
+    """A census with one of everything."""
+    columns = ("parameter", "input", "weight", "output", "accumulator", "gradient", "optimizer", "reduction")
+    place = {"module": "first", "op": "aten.mul.Tensor"}
+    plain = document("16-mixed")
+    return {
+        "step": 3,
+        "fingerprint": "0f" * 32,
+        "modules": {"first": {"type": "Linear", "compute": "bf16", **dict.fromkeys(columns, "bf16")}},
+        "ops": [{**place, "phase": "forward", "kind": "gemm", "dtypes": "bf16 -> bf16", "count": 2}],
+        "flags": [{**place, "kind": "fp32 island", "found": "bf16 -> fp32", "remedy": "Remove the cast."}],
+        "notes": ["No optimizer stepped."],
+        "versions": plain["versions"],
+        "hardware": plain["hardware"],
+    }
 
 
 def manifest(precision: str = "16-mixed", /, **changes: Any) -> Manifest:

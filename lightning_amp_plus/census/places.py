@@ -1,0 +1,189 @@
+"""Where an operation runs: in which module, and in the forward, the backward or the optimizer's part of a step.
+
+In the forward a stack of modules says it. In the backward the number of the autograd node does: nodes are numbered as they
+are made, so the module that was on top of the stack when a node got its number is the one that it belongs to. (torch's
+``ModuleTracker`` goes by gradient hooks instead, and blames the wrong module where activations are recomputed.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_amp_plus.census.ops import floating, place_of, plain_parts
+
+Phase = Literal["forward", "backward", "optimizer", "step"]
+
+_NO_TASK = -1  # what autograd calls "no backward is running"
+
+
+class Frame:
+    """One call of a module that is going on.
+
+    Attributes:
+        name: The module's name.
+        task: The backward that it runs in, where it is a recomputation.
+        roles: ``input``, ``weight`` or ``buffer``, by memory.
+        kept: Tensors that must live, so that their memory gets no other role.
+        reads: For each role the dtype it was first read in, and whether by a GEMM, which counts more.
+    """
+
+    __slots__ = ("kept", "name", "reads", "roles", "task")
+
+    def __init__(self, name: str, task: int) -> None:
+        self.name = name
+        self.task = task
+        self.roles: dict[int, str] = {}
+        self.kept: list[Tensor] = []
+        self.reads: dict[str, tuple[str, bool]] = {}
+
+    def give(self, value: Any, role: str) -> None:
+        """Gives tensors a role."""
+        for tensor in floating(value):
+            for part in plain_parts(tensor):
+                self.roles[place_of(part)] = role
+                self.kept.append(part)
+
+    def read(self, role: str, dtype: str, by_gemm: bool) -> None:
+        """An operation of the module itself read a tensor of that role."""
+        known = self.reads.get(role)
+        if known is None or (by_gemm and not known[1]):
+            self.reads[role] = (dtype, by_gemm)
+
+
+class Place(NamedTuple):
+    """Where an operation runs.
+
+    Attributes:
+        module: Name of the module; of what belongs to none, that of the model, or a word in brackets.
+        phase: Which part of the step.
+        frame: The call of the module, in the forward.
+        accumulates: Whether autograd is adding to a parameter's ``grad``.
+    """
+
+    module: str
+    phase: Phase
+    frame: Frame | None = None
+    accumulates: bool = False
+
+
+class Places:
+    """Keeps the stack of modules and the numbers of autograd nodes, from hooks on modules and around optimizer steps.
+
+    Args:
+        modules: Modules to watch, each by one name.
+        leave: Called when a call of a module ends, with its frame, its inputs and its output.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], leave: Callable[[Frame, Any, Any], None]) -> None:
+        self.stack: list[Frame] = []
+        self.in_training_step = False
+        self.stepping = 0
+        self.stepped = False
+        self._names = {id(module): name for name, module in modules.items()}
+        self._leave = leave
+        self._owners: dict[int, str] = {}
+        # Node numbers and the module that was running from each on; those of recomputations by the backward they ran in.
+        self._marks: dict[int, tuple[list[int], list[str]]] = {_NO_TASK: ([], [])}
+        self._outer_task: int | None = None
+
+    def own(self, parameter: Tensor, name: str) -> None:
+        """Says whose a parameter is; of a tied one the first says it."""
+        self._owners.setdefault(id(parameter), name)
+
+    # ---------------------------------------------------------------- hooks
+
+    def watch(self, modules: Mapping[str, nn.Module], optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+        """Puts hooks on modules and optimizers; the handles take them off."""
+        handles: list[Any] = []
+        for module in modules.values():
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            # Recomputation stops early by an exception; without `always_call` its modules would stay on the stack.
+            handles.append(module.register_forward_hook(self._exit, with_kwargs=True, always_call=True))
+        for optimizer in optimizers:
+            handles.append(optimizer.register_step_pre_hook(self._before_step))
+            handles.append(optimizer.register_step_post_hook(self._after_step))
+        return handles
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():  # in a function of the user's: nothing of this may get into its graph
+            return
+        frame = Frame(self._names[id(module)], torch._C._current_graph_task_id())
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.ndim:
+                frame.give(parameter, "weight")
+        for buffer in module._buffers.values():
+            if buffer is not None and buffer.ndim:
+                frame.give(buffer, "buffer")
+        frame.give((args, kwargs), "input")
+        self.stack.append(frame)
+        self._mark(frame.task)
+
+    def _exit(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        name = self._names[id(module)]
+        if not any(frame.name == name for frame in self.stack):
+            return
+        while (frame := self.stack.pop()).name != name:  # left by an exception that somebody caught
+            pass
+        self._mark(frame.task)
+        self._leave(frame, (args, kwargs), output)
+
+    def _mark(self, task: int) -> None:
+        numbers, names = self._marks.setdefault(task, ([], []))
+        top = self.stack[-1] if self.stack else None
+        numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        names.append(top.name if top is not None and top.task == task else "")
+
+    def _before_step(self, *_: Any) -> None:
+        self.stepping += 1
+
+    def _after_step(self, *_: Any) -> None:
+        self.stepping -= 1
+        self.stepped = True
+
+    def new_backward(self) -> None:
+        """A backward begins that is not one inside another."""
+        if torch._C._current_graph_task_id() == _NO_TASK:
+            self._outer_task = None
+
+    # ---------------------------------------------------------------- the question
+
+    def here(self) -> Place:
+        """Where the operation that is asked about runs."""
+        task = torch._C._current_graph_task_id()
+        if self.stack and self.stack[-1].task == task:
+            return Place(self.stack[-1].name, "forward", self.stack[-1])
+        if task != _NO_TASK:
+            if self._outer_task is None:
+                self._outer_task = task
+            return self._in_backward(task)
+        if self.stepping:
+            return Place("(optimizer)", "optimizer")
+        return Place("", "forward") if self.in_training_step else Place("(step)", "step")
+
+    def _in_backward(self, task: int) -> Place:
+        node: Any = torch._C._current_autograd_node()
+        if node is None:  # when all nodes are done: what waited for gradients, such as DDP's reducer
+            return Place("", "backward")
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return Place(self._owners.get(id(variable), ""), "backward", accumulates=True)
+        number = node._sequence_nr()
+        if task != self._outer_task:
+            # A backward inside a backward, of what was recomputed there. On a GPU that ran in a thread of autograd's own,
+            # which numbers its nodes anew, so these come first.
+            for numbers, names in list(self._marks.values())[:0:-1]:
+                if numbers[0] <= number < numbers[-1]:
+                    return Place(_at(numbers, names, number), "backward")
+        return Place(_at(*self._marks[_NO_TASK], number), "backward")
+
+
+def _at(numbers: list[int], names: list[str], number: int) -> str:
+    position = bisect_right(numbers, number) - 1
+    return names[position] if position >= 0 else ""
