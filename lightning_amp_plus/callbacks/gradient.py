@@ -23,7 +23,6 @@ from lightning_amp_plus.callbacks.gradient_layers import (
 )
 from lightning_amp_plus.callbacks.gradient_reading import GradientReading, no_scale, underflow
 from lightning_amp_plus.callbacks.layers import LayerHistory
-from lightning_amp_plus.callbacks.loss_scale import LossScaleMonitor
 from lightning_amp_plus.callbacks.monitor import Monitor
 from lightning_amp_plus.callbacks.readout import Measurement, Over
 from lightning_amp_plus.formats import FP16, ScaleWindow
@@ -78,9 +77,7 @@ class GradientMonitor(Monitor):
     ====================================== ========================================================= ====================
     key                                    value                                                     where
     ====================================== ========================================================= ====================
-    ``precision/grad_norm``                global L2 norm of the unscaled gradients before clipping  unless
-                                                                                                     ``LossScaleMonitor``
-                                                                                                     logs it
+    ``precision/grad_norm``                global L2 norm of the unscaled gradients before clipping  always
     ``precision/grad_norm/NAME``           the same of a layer                                       layers with a
                                                                                                      gradient
     ``precision/zero_grad_fraction/NAME``  share of the layer's gradient elements that are zero      layers with a
@@ -109,6 +106,8 @@ class GradientMonitor(Monitor):
 
     With several optimizers, layers show what each one saw last in the batch, and the global norm is that of the last one.
     """
+
+    logs_grad_norm = True
 
     def __init__(
         self, every_n_steps: int | None = None, outliers: float = 1e-3, underflow_threshold: float = 0.05
@@ -142,8 +141,6 @@ class GradientMonitor(Monitor):
         self._seen: dict[int, LayerSums | None] = {}
         self._scale: float | Tensor = 1.0
         self._device = torch.device("cpu")
-        self._norm_is_logged = False
-        self._others: list[LossScaleMonitor] = []
         self._fp16: tuple[RoutePlan | None, set[str]] | None = None
         self._clip: tuple[float, bool] | None = None
         self._clips: deque[bool] = deque(maxlen=_CLIP_WINDOWS)
@@ -173,8 +170,6 @@ class GradientMonitor(Monitor):
         self._norm_keys = [f"precision/grad_norm/{name}" for name in self._names]
         self._zero_keys = [f"precision/zero_grad_fraction/{name}" for name in self._names]
         self._device = trainer.strategy.root_device
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        self._others = [other for other in callbacks if isinstance(other, LossScaleMonitor)]
         if trainer.gradient_clip_val:
             by_value = str(getattr(trainer.gradient_clip_algorithm, "value", "norm")) == "value"
             self._clip = (float(trainer.gradient_clip_val), by_value)
@@ -191,7 +186,6 @@ class GradientMonitor(Monitor):
         if scaler is not None:
             known = scaler.host_scale()
             self._scale = scaler.scale_on(self._device) if known is None else known
-        self._norm_is_logged = any(other.looking for other in self._others)
         self._seen.pop(id(inner), None)  # so that the last one comes last
         reported: set[int] = set()
         if self._shared and self._seen:
@@ -300,8 +294,7 @@ class GradientMonitor(Monitor):
         values.update(zip(self._zero_keys if every else [self._zero_keys[row] for row in kept], of(zeros), strict=True))
         values["precision/fp16_underflow_fraction"] = below[-1]
         values["precision/nonfinite_gradients"] = nans[-1] + infs[-1]
-        if not self._norm_is_logged:
-            values["precision/grad_norm"] = reading.norm
+        values["precision/grad_norm"] = reading.norm
         values.update(self._clip_share(reading.norm, clipped[-1]))
         if window is not None and window.exists:
             values["precision/scale_window_low"] = window.low

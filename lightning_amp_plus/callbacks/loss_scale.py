@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_amp_plus.callbacks.monitor import Monitor, last_step, whole_number
+from lightning_amp_plus.callbacks.monitor import Monitor, bound, last_step, whole_number
 from lightning_amp_plus.callbacks.readout import Measurement
 from lightning_amp_plus.history import History
 from lightning_amp_plus.metrics import skip_rate
@@ -64,7 +64,9 @@ class LossScaleMonitor(Monitor):
     ``precision/skip_rate_total``  that share since the start                                        always
     ``precision/skipped_steps``    windows skipped for an overflow, since the start                  always
     ``precision/grad_norm``        global L2 norm of the unscaled gradients before clipping, of the  where there was a
-                                   window at the log point; not finite if that window was skipped    gradient
+                                   window at the log point; not finite if that window was skipped    gradient, unless
+                                                                                                     ``GradientMonitor``
+                                                                                                     logs it
     ``precision/loss_scale_log2``  histogram, TensorBoard only                                       ``histogram=True``
     ============================== ================================================================= ================
 
@@ -109,6 +111,8 @@ class LossScaleMonitor(Monitor):
         self._lowest_scale = math.inf
         self._charted = 0
         self._bar: dict[str, float] = {}
+        self._measuring: list[Monitor] = []
+        self._norm_elsewhere = False
         self._taking: Callable[[Sequence[float]], None] = _nothing
 
     # ---------------------------------------------------------------- binding to a run
@@ -122,13 +126,17 @@ class LossScaleMonitor(Monitor):
         if self._charted < self._counted:  # outcomes kept from a run that this one does not continue
             self._outcomes.clear()
         self._bar = trainer.progress_bar_metrics
+        self._measuring = [monitor for monitor in bound(trainer) if monitor.logs_grad_norm]
 
     # ---------------------------------------------------------------- the windows
 
     @override
     def wants_grad_norm(self, window: Window) -> bool:
         """See :class:`Monitor`."""
-        return self.looking
+        return self.looking and not self._is_measured()
+
+    def _is_measured(self) -> bool:
+        return any(monitor.looking for monitor in self._measuring)
 
     @override
     def see_report(self, report: StepReport) -> None:
@@ -140,6 +148,7 @@ class LossScaleMonitor(Monitor):
     def see_step(self, report: StepReport, optimizer: Optimizer) -> None:
         """The norm is that of this window, unless another closes in the same batch."""
         self._due = report
+        self._norm_elsewhere = self._is_measured()
 
     @override
     def measure(self) -> Sequence[Measurement]:
@@ -196,7 +205,9 @@ class LossScaleMonitor(Monitor):
         history = self.plugin.history
         rate = skip_rate(sum(outcome != _APPLIED for outcome in self._outcomes), len(self._outcomes))
         # Away from a log point the norm is there only if clipping measured it.
-        norm = self._due.grad_norm if self._due is not None else self._latest.values.grad_norm
+        norm = self._latest.values.grad_norm
+        if self._due is not None:
+            norm = None if self._norm_elsewhere else self._due.grad_norm
         values: dict[str, float] = {
             "precision/skip_rate": rate,
             "precision/skip_rate_total": history.skip_rate,

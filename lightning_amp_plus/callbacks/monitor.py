@@ -42,6 +42,8 @@ class Monitor(pl.Callback):
         MisconfigurationException: In ``setup``, if the Trainer's precision plugin is not an ``AmpPrecision``.
     """
 
+    logs_grad_norm = False  # whether it measures and logs ``precision/grad_norm``, so that no other has to
+
     def __init__(self, every_n_steps: int | None = None) -> None:
         whole_number(self, "every_n_steps", every_n_steps)
         self.every_n_steps = every_n_steps

@@ -453,7 +453,8 @@ def test_unknown_level_is_refused():
 
 
 def test_suite_passes_its_arguments_on():
-    (light,), (full, *_) = precision_callbacks(every_n_steps=7), precision_callbacks("full")
+    (light, *others), (full, *_) = precision_callbacks(every_n_steps=7), precision_callbacks("full")
+    assert all(callback.every_n_steps == 7 for callback in others)
     assert (light.every_n_steps, light.histogram) == (7, False)
     assert (full.every_n_steps, full.histogram) == (None, True)
 
