@@ -7,6 +7,7 @@ region as a whole is watched where a call of it passes through uncompiled code.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ _compiling = torch.compiler.is_dynamo_compiling
 _recomputing = torch._C._current_graph_task_id
 _transforming = torch._C._functorch.peek_interpreter_stack
 
-_UNIMPLEMENTED = nn.Module.forward
+_keys = itertools.count(-1, -1)  # torch's own keys of hooks are positive
 
 
 @dataclass
@@ -48,19 +49,21 @@ def watchable(model: nn.Module) -> Watchable:
     """The modules of a model, those of torchmetrics left out."""
     found = Watchable()
     hidden: set[int] = set()
+    listed: set[int] = set()
 
     def visit(raw: str, module: nn.Module, parent: nn.Module | None, region: str | None) -> None:
         if is_metric(module):
             return
         name = clean_name(raw)
         own = [(module, key) for key, parameter in module._parameters.items() if parameter is not None]
-        if own:
+        if own and id(module) not in listed:
+            listed.add(id(module))
             found.layers.setdefault(name, []).extend(own)
         if region is not None:
             hidden.add(id(module))
             if name != region:
                 found.hidden[name] = region
-        elif not is_captive(parent, module) and base_class(module).forward is not _UNIMPLEMENTED:
+        elif _is_called(module) and not is_captive(parent, module):
             found.module[name] = module  # of wrappers of one name the innermost
             if closed(module):
                 region = name
@@ -77,6 +80,10 @@ def watchable(model: nn.Module) -> Watchable:
     found.module = {name: module for name, module in shown.items() if first[id(module)] == name}
     found.leaves = {name: None for name in found.leaves if name in found.module}
     return found
+
+
+def _is_called(module: nn.Module) -> bool:
+    return "forward" in vars(module) or base_class(module).forward is not nn.Module.forward
 
 
 def closed(module: nn.Module) -> bool:
@@ -112,7 +119,7 @@ class Watch:
 
     def __init__(self, module: nn.Module, number: int, seen: Sightings) -> None:
         self.module, self._number, self._seen = module, number, seen
-        self._live = False
+        self._key, self._live = next(_keys), False
         self._open: list[int] = []  # calls that have begun
         self._places: list[dict[Any, Any]] = []
         self._undo: Callable[[], None] | None = None
@@ -135,15 +142,15 @@ class Watch:
         self._put(module._forward_hooks, module._forward_hooks_with_kwargs, self.leave)
 
     def _put(self, hooks: dict[Any, Any], with_kwargs: dict[Any, bool], hook: Callable[..., None]) -> None:
-        hooks[self] = hook
-        with_kwargs[self] = True
+        hooks[self._key] = hook
+        with_kwargs[self._key] = True
         self._places += (hooks, with_kwargs)
 
     def end(self) -> None:
         """Takes them away; again without effect."""
         self._live = False
         for place in self._places:
-            place.pop(self, None)
+            place.pop(self._key, None)
         self._places.clear()
         if self._undo is not None:
             self._undo()
@@ -152,12 +159,12 @@ class Watch:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The hook before a call."""
-        if self._live and not (_compiling() or _recomputing() != -1 or _transforming() is not None):
+        if not _compiling() and self._live and _recomputing() == -1 and _transforming() is None:
             self._open.append(self._inputs(args, kwargs))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The hook after a call."""
-        if self._live and not (_compiling() or _recomputing() != -1 or _transforming() is not None):
+        if not _compiling() and self._live and _recomputing() == -1 and _transforming() is None:
             call = self._open.pop() if self._open else self._inputs(args, kwargs)
             self._seen.see(call, 2 * self._number + 1, output)
 

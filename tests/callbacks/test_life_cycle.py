@@ -1,4 +1,4 @@
-"""Every callback of the suite through all that a Trainer does with it. A new one joins by joining the suite."""
+"""Every callback of the suite through all that a Trainer does with it. A new one joins by joining the suite, or here."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
 from lightning_amp_plus import AmpPrecision, LossScale
-from lightning_amp_plus.callbacks import precision_callbacks
+from lightning_amp_plus.callbacks import ActivationMonitor, precision_callbacks
 from tests.support.faults import INF, INF_LOSS
 from tests.support.models import MakeOptimizer, TinyRegressor, adamw, fused_adamw, sgd_momentum
 from tests.support.training import WeightTrace, loader, make_trainer, regression_batches, same
 
-NAMES = [type(callback).__name__ for callback in precision_callbacks("full")]
+
+
+def every_callback(every_n_steps: int | None = None) -> dict[str, L.Callback]:
+    more = [ActivationMonitor(every_n_steps, detail=True)]
+    return {type(callback).__name__: callback for callback in (*precision_callbacks("full", every_n_steps), *more)}
+
+
+NAMES = list(every_callback())
 FAULTS = {2: INF, 5: INF_LOSS}
 
 
 def make(name: str) -> L.Callback:
-    (callback,) = (c for c in precision_callbacks("full", every_n_steps=3) if type(c).__name__ == name)
-    return callback
+    return every_callback(every_n_steps=3)[name]
 
 
 class Watched(AmpPrecision):
