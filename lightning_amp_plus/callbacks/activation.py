@@ -204,23 +204,22 @@ class ActivationMonitor(Monitor):
         seen = self._sightings
         assert seen is not None
         self._taken = taken = Taken(numbers, seen)
-        names, outputs = self._names, taken.columns(1)
-        ran = taken.known(1)
-        values = {key: amax for key, amax, known in zip(self._output_keys, outputs["amax"], ran, strict=True) if known}
+        names, ran, amaxes = self._names, taken.known(1), taken.column("amax", 1)
+        values = {key: amax for key, amax, known in zip(self._output_keys, amaxes, ran, strict=True) if known}
         values.update(zip(self._parameter_keys, taken.parameters, strict=True))
         if self.detail:
             for side, what in ((1, "activation"), (0, "activation_input")):
-                known, found = taken.known(side), taken.columns(side)
+                known = taken.known(side)
                 for column in ("amax", "headroom", "nonfinite", "smallest"):
-                    values.update(_keys(f"{what}_{column}", names, found[column], known))
-        room = outputs["headroom"]
+                    values.update(_keys(f"{what}_{column}", names, taken.column(column, side), known))
+        room = taken.column("headroom", 1)
         self._history.add(step, {name: bits for name, bits, known in zip(names, room, ran, strict=True) if known})
         self._warn(taken, step)
         return values
 
     def _warn(self, taken: Taken, step: int) -> None:
-        outputs, known = taken.columns(1), taken.known(1)
-        if "nonfinite" not in self._warned and any(n > 0 for n in outputs["not_finite"]):
+        amaxes, room, known = taken.column("amax", 1), taken.column("headroom", 1), taken.known(1)
+        if "nonfinite" not in self._warned and any(taken.column("not_finite", 1)):
             self._warned.add("nonfinite")
             rank_zero_warn(self._not_finite(taken, step))
         if "headroom" in self._warned:
@@ -229,24 +228,24 @@ class ActivationMonitor(Monitor):
         tight = [
             row
             for row in rows
-            if known[row] and outputs["headroom"][row] < _FLOOR and math.isfinite(outputs["amax"][row])
+            if known[row] and room[row] < _FLOOR and math.isfinite(amaxes[row])
             if "fp16" in taken.dtypes[2 * row + 1]
         ]
         if tight:
             self._warned.add("headroom")
-            row = min(tight, key=outputs["headroom"].__getitem__)
+            row = min(tight, key=room.__getitem__)
             name = self._names[row]
             others = f" So does that of {len(tight) - 1} other modules." if len(tight) > 1 else ""
             rank_zero_warn(
-                f"The output of {name!r} reached {outputs['amax'][row]:.5g} in {taken.dtypes[2 * row + 1]} at step {step}: "
-                f"{outputs['headroom'][row]:.2f} bits below 65504, where FP16 ends, so one doubling overflows.{others} Let "
+                f"The output of {name!r} reached {amaxes[row]:.5g} in {taken.dtypes[2 * row + 1]} at step {step}: "
+                f"{room[row]:.2f} bits below 65504, where FP16 ends, so one doubling overflows.{others} Let "
                 f"it compute in a format with a wider range: {_remedy(name)}. Said once."
             )
 
     def _not_finite(self, taken: Taken, step: int) -> str:
         rows = [row for row in taken.order if row < len(self._names)]
         rows += [row for row in range(len(self._names)) if row not in set(rows)]
-        began, outputs = taken.columns(1)["began_here"], taken.columns(1)
+        began, count, shares = (taken.column(name, 1) for name in ("began_here", "not_finite", "nonfinite"))
         first = next((row for row in rows if began[row] > 0), None)
         share = "{:.3%} of its elements".format
         if first is not None:
@@ -257,12 +256,12 @@ class ActivationMonitor(Monitor):
                 else "Look at what it was given (monitor.last), at its parameters and at the learning rate."
             )
             return (
-                f"The output of {name!r} ({dtype}) is not finite at step {step} ({share(outputs['nonfinite'][first])}), "
+                f"The output of {name!r} ({dtype}) is not finite at step {step} ({share(shares[first])}), "
                 f"and its inputs are: there the first infinity or NaN of the forward pass arose. {remedy} Said once."
             )
-        row = next(row for row in rows if outputs["not_finite"][row] > 0)
+        row = next(row for row in rows if count[row] > 0)
         return (
-            f"The output of {self._names[row]!r} is not finite at step {step} ({share(outputs['nonfinite'][row])}), but no "
+            f"The output of {self._names[row]!r} is not finite at step {step} ({share(shares[row])}), but no "
             "module was seen that made it so: infinity or NaN arose between the modules that are watched, in the batch, or "
             "in an activation that could not be read (monitor.last). Said once."
         )

@@ -55,19 +55,10 @@ class Taken:
     """The numbers of one log point on the host; rows are sides of modules as in :class:`Sightings`."""
 
     def __init__(self, numbers: Sequence[Tensor], seen: Sightings) -> None:
-        maxima, sums, parameters = numbers
-        elements = sums[:, folding.ELEMENTS]
-        self._table = {
-            "amax": maxima[:, folding.PEAK],
-            "smallest": -maxima[:, folding.NEGATED_SMALLEST],
-            "headroom": headroom(maxima[:, folding.FULLNESS].clamp(min=0.0)),
-            "not_finite": sums[:, folding.NOT_FINITE],
-            "nonfinite": sums[:, folding.NOT_FINITE] / elements.clamp(min=1.0),
-            "elements": elements,
-            "began_here": sums[:, folding.BEGAN_HERE],
-        }
-        self._known: list[bool] = ((elements > 0) & (sums[:, folding.UNREAD] == 0)).tolist()
-        self._sides: dict[int, dict[str, list[float]]] = {}
+        self._maxima, self._sums, parameters = numbers
+        self._elements = self._sums[:, folding.ELEMENTS]
+        self._known: list[bool] = ((self._elements > 0) & (self._sums[:, folding.UNREAD] == 0)).tolist()
+        self._columns: dict[tuple[str, int], list[float]] = {}
         self.parameters: list[float] = parameters.flatten().tolist()
         self.order, self._unreadable = list(seen.order), dict(seen.unreadable)
         self._dtypes = seen.dtypes
@@ -77,11 +68,31 @@ class Taken:
         """Of each side."""
         return self._dtypes()
 
-    def columns(self, side: int) -> dict[str, list[float]]:
-        """Numbers of all modules, of what they were given (0) or returned (1)."""
-        if side not in self._sides:
-            self._sides[side] = {name: column[side::2].tolist() for name, column in self._table.items()}
-        return self._sides[side]
+    def column(self, name: str, side: int) -> list[float]:
+        """One number of all modules, of what they were given (0) or returned (1); made when it is asked for.
+
+        Args:
+            name: An attribute of :class:`TensorHealth`; or ``not_finite``, the number of such elements, or ``began_here``,
+                that of calls whose output was not finite while the inputs were.
+            side: 0 or 1.
+        """
+        if (name, side) not in self._columns:
+            self._columns[name, side] = self._make(name)[side::2].tolist()
+        return self._columns[name, side]
+
+    def _make(self, name: str) -> Tensor:
+        if name == "amax":
+            return self._maxima[:, folding.PEAK]
+        if name == "smallest":
+            return -self._maxima[:, folding.NEGATED_SMALLEST]
+        if name == "headroom":
+            return headroom(self._maxima[:, folding.FULLNESS].clamp(min=0.0))
+        if name == "began_here":
+            return self._sums[:, folding.BEGAN_HERE]
+        if name == "elements":
+            return self._elements
+        count = self._sums[:, folding.NOT_FINITE]
+        return count if name == "not_finite" else count / self._elements.clamp(min=1.0)
 
     def known(self, side: int) -> list[bool]:
         """Whether these numbers are those of all that was there."""
@@ -91,15 +102,10 @@ class Taken:
         """What is known of one side of one module."""
         if not self._known[row]:
             return None
-        found = {name: column[row // 2] for name, column in self.columns(row % 2).items()}
-        return TensorHealth(
-            self.dtypes[row],
-            found["amax"],
-            found["smallest"],
-            found["nonfinite"],
-            found["headroom"],
-            int(found["elements"]),
+        amax, smallest, nonfinite, room, elements = (
+            self.column(name, row % 2)[row // 2] for name in ("amax", "smallest", "nonfinite", "headroom", "elements")
         )
+        return TensorHealth(self.dtypes[row], amax, smallest, nonfinite, room, int(elements))
 
     def note(self, module: int) -> str:
         """Why something is missing of a module."""
@@ -107,7 +113,7 @@ class Taken:
         for row, what in ((2 * module + 1, "output"), (2 * module, "input")):
             if row in self._unreadable:
                 notes.append(f"{what}: {self._unreadable[row]}")
-            elif not self._known[row] and self._table["elements"][row] > 0:
+            elif not self._known[row] and self._elements[row] > 0:
                 notes.append(f"{what}: not read on another rank")
         if not notes and not self._known[2 * module + 1]:
             notes.append("output: no floating-point tensor" if module in self.order else "did not run")

@@ -24,12 +24,12 @@ from lightning_amp_plus.nested import named_tensors
 from lightning_amp_plus.scaling.gradients import is_dtensor, local_part
 
 _PLAIN = (Tensor, nn.Parameter)
-_MATRIX = 2**20  # elements looked at by one op; whole numbers lose no digits, and a CPU's last cache is large enough
+_CPU_MATRIX, _GPU_MATRIX = 2**20, 2**24  # elements looked at by one op, more than for sums: whole numbers lose no digits
 _MOST_MATRICES = 4  # worth of elements held back, whatever their sizes
 _Key = tuple[torch.dtype, int, torch.device]
 
-# A tensor not looked at yet: itself or its local part; its version counter when it was seen (None where it has none, as
-# under inference_mode); the number of the sighting; and the side that saw it first. A plain tuple, made for each tensor.
+# A tensor not looked at yet: itself or its local part; its version counter when it was seen (None where there is none to
+# go by, then it is looked at on the spot); the number of the sighting; the side that saw it first. A plain tuple, for speed.
 _Held = tuple[Tensor, int | None, int, int]
 
 
@@ -67,7 +67,7 @@ class Sightings:
 
     def _forget_micro_batch(self) -> None:
         self._now = MicroBatch()
-        self._known: dict[int, tuple[weakref.ref[Tensor], int | None, int]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._held: dict[_Key, list[_Held]] = {}
         self._held_elements = 0
 
@@ -101,8 +101,8 @@ class Sightings:
                 return
         else:
             sighting = known[2]
-            if at_once and (key := self._key_of_held(sighting, value)) is not None:
-                self._look(key)
+            if at_once:
+                self._look_if_held(sighting, value)
         self._now.pairs.append((call, side, sighting))
 
     def _new(self, side: int, tensor: Tensor, at_once: bool) -> int | None:
@@ -125,10 +125,10 @@ class Sightings:
         now.largest.append(LARGEST[dtype])
         self._dtypes[side].add(dtype)
         try:
-            version: int | None = tensor._version
+            version: int | None = tensor._version if local is tensor else None  # a DTensor and its part count apart
         except RuntimeError:  # under inference_mode
             version = None
-        else:
+        if version is not None:
             self._known[id(tensor)] = (weakref.ref(tensor), version, sighting)
         device = local.device
         key = (dtype, elements, device)
@@ -158,10 +158,10 @@ class Sightings:
                 return tensor.as_subclass(Tensor)
         return None
 
-    def _key_of_held(self, sighting: int, tensor: Tensor) -> _Key | None:
-        local = local_part(tensor)
-        key = (local.dtype, local.numel(), local.device)
-        return key if any(held[2] == sighting for held in self._held.get(key, ())) else None
+    def _look_if_held(self, sighting: int, tensor: Tensor) -> None:
+        key = (tensor.dtype, tensor.numel(), tensor.device)
+        if any(held[2] == sighting for held in self._held.get(key, ())):
+            self._look(key)
 
     # ---------------------------------------------------------------- looking at them
 
@@ -192,7 +192,7 @@ class Sightings:
         if blocks is None:
             if len(self._blocks) > 1000:  # sizes that never come again
                 self._blocks.clear()
-            blocks = self._blocks[alike] = Blocks(tensors, _MATRIX)
+            blocks = self._blocks[alike] = Blocks(tensors, _CPU_MATRIX if key[2].type == "cpu" else _GPU_MATRIX)
         found, rows = self._now.found.setdefault(key[0], []), self._now.rows.setdefault(key[0], [])
         with _apart_from_recomputation():
             found += [health_bits(matrix, self._scratch) for matrix in blocks.of(tensors)]

@@ -8,6 +8,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -61,10 +62,15 @@ class Reference(L.Callback):
             return
         for name, module in pl_module.named_modules():
             if next(module.children(), None) is None:
-                self.handles.append(module.register_forward_pre_hook(
-                    lambda m, args, kwargs, name=name: self.keep(name, "input", (args, kwargs)), with_kwargs=True))  # fmt: skip
-                self.handles.append(module.register_forward_hook(
-                    lambda m, args, output, name=name: self.keep(name, "output", output)))  # fmt: skip
+                before = partial(self.before, name)
+                self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self.handles.append(module.register_forward_hook(partial(self.after, name)))
+
+    def before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.keep(name, "input", (args, kwargs))
+
+    def after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self.keep(name, "output", output)
 
     def keep(self, name: str, side: str, value: Any) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -99,7 +105,9 @@ class Reference(L.Callback):
                 assert health.smallest == pytest.approx(float(finite[finite > 0].min()), rel=1e-12)
                 assert health.nonfinite == pytest.approx(1 - len(finite) / len(numbers))
                 assert health.elements == len(numbers)
-                room = [math.log2(LARGEST[t.dtype]) - math.log2(amax) for t in tensors if (amax := float(t.abs().max()))]
+                room = [
+                    math.log2(LARGEST[t.dtype]) - math.log2(amax) for t in tensors if (amax := float(t.abs().max()))
+                ]
                 assert health.headroom == pytest.approx(min(room))
 
 
@@ -140,7 +148,7 @@ def test_batches_of_several_sizes_are_weighted_by_elements() -> None:
 
 def test_tensors_larger_than_a_matrix_and_many_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sightings_module, "CPU_ELEMENTS", 40)
-    monkeypatch.setattr(sightings_module, "_MATRIX", 10)
+    monkeypatch.setattr(sightings_module, "_CPU_MATRIX", 10)
     looked_at(mlp())
     monkeypatch.setattr(sightings_module, "_MOST_MATRICES", 0.5)
     looked_at(mlp())
@@ -164,7 +172,11 @@ class InPlace(nn.Module):
 
 
 def test_modules_that_work_in_place_are_looked_at_before() -> None:
-    net = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(inplace=True), nn.Linear(8, 1)))
+    net = seeded(
+        lambda: nn.Sequential(
+            nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Dropout(inplace=True), nn.Linear(8, 1)
+        )
+    )
     looked_at(net)
 
 
@@ -185,6 +197,16 @@ def test_what_was_changed_in_place_is_said_once_and_then_read_in_time() -> None:
     assert logged[0] == names - {"precision/activation_amax/net.b", "precision/activation_amax/net.c"}
     assert logged[1] == names
     reference.agrees_with(monitor)
+
+
+def test_what_was_freed_is_not_read() -> None:
+    """As FSDP frees gathered weights, of which a module may have returned a view."""
+    seen, tensor = sightings_module.Sightings(1, torch.device("cpu")), torch.randn(8)
+    seen.see(seen.call(0), 1, tensor)
+    tensor.untyped_storage().resize_(0)
+    maxima, sums = seen.totals()
+    assert seen.unreadable == {1: "freed before it was read"}
+    assert sums[1].tolist() == [0.0, 0.0, 1.0, 0.0] and float(maxima[1, 0]) == -math.inf
 
 
 @dataclass
@@ -338,7 +360,9 @@ def keys(trainer: L.Trainer) -> set[str]:
 
 def test_keys() -> None:
     trainer = fit(Model(mlp()), AmpPrecision("bf16-mixed"), callbacks=[ActivationMonitor(every_n_steps=5)])
-    assert keys(trainer) == {f"activation_amax/net.{i}" for i in range(5)} | {f"parameter_amax/net.{i}" for i in (0, 2, 4)}
+    assert keys(trainer) == {f"activation_amax/net.{i}" for i in range(5)} | {
+        f"parameter_amax/net.{i}" for i in (0, 2, 4)
+    }
     detailed = fit(Model(mlp()), AmpPrecision("bf16-mixed"), callbacks=[ActivationMonitor(5, detail=True)])
     more = {f"{what}_{column}/net.{i}" for what in ("activation", "activation_input")
             for column in ("amax", "headroom", "nonfinite", "smallest") for i in range(5)}  # fmt: skip
@@ -404,6 +428,7 @@ class Checkpointed(nn.Module):
         if self.how == "reentrant":
             x = checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
         elif self.how == "selective":
+
             def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
                 return CheckpointPolicy.MUST_SAVE  # of everything that runs while it is on
 
@@ -677,7 +702,12 @@ def test_names_the_module_in_which_the_first_infinity_arose(accumulate: int, rec
 
 
 def test_an_overflow_in_fp16_says_which_rule_helps(recwarn: Any) -> None:
-    fit(Model(scaled_mlp(1e6)), AmpPrecision("16-mixed", loss_scale=1.0), regression_batches(2), callbacks=[ActivationMonitor(1)])
+    fit(
+        Model(scaled_mlp(1e6)),
+        AmpPrecision("16-mixed", loss_scale=1.0),
+        regression_batches(2),
+        callbacks=[ActivationMonitor(1)],
+    )
     (message,) = warnings_of(recwarn, "The output of")
     assert "'net.2' (fp16)" in message and "Rule('net.2', compute='bf16')" in message
 
@@ -725,7 +755,13 @@ class Ops(TorchDispatchMode, L.Callback):
 def ops_of(callbacks: list[L.Callback], net: nn.Module) -> list[list[str]]:
     ops = Ops()
     with ops:
-        fit(Model(net), AmpPrecision("bf16-mixed"), regression_batches(6), callbacks=[*callbacks, ops], log_every_n_steps=50)
+        fit(
+            Model(net),
+            AmpPrecision("bf16-mixed"),
+            regression_batches(6),
+            callbacks=[*callbacks, ops],
+            log_every_n_steps=50,
+        )
     return ops.batches
 
 

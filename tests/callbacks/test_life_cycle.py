@@ -20,7 +20,6 @@ from tests.support.models import MakeOptimizer, TinyRegressor, adamw, fused_adam
 from tests.support.training import WeightTrace, loader, make_trainer, regression_batches, same
 
 
-
 def every_callback(every_n_steps: int | None = None) -> dict[str, L.Callback]:
     more = [ActivationMonitor(every_n_steps, detail=True)]
     return {type(callback).__name__: callback for callback in (*precision_callbacks("full", every_n_steps), *more)}

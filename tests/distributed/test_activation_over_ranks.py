@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from lightning_amp_plus import AmpPrecision
 from lightning_amp_plus.callbacks import ActivationMonitor
+from lightning_amp_plus.callbacks.sightings import Sightings
 from tests.support.models import adamw, fused_adamw
 from tests.support.ranks import run_on_ranks
 from tests.support.sharding import (
@@ -110,14 +114,28 @@ class OnlyOnOne(RankedRegressor):
 
 
 def only_on_one() -> dict[str, Any]:
-    import warnings
-
     model, monitor = OnlyOnOne(), ActivationMonitor(every_n_steps=STEPS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit_on_rank(model, AmpPrecision("bf16-mixed"), DDPStrategy(), mine(), callbacks=[monitor])
     said = [str(w.message) for w in caught if "The output of" in str(w.message)]
     return {"last": described(monitor), "said": said}
+
+
+def distributed_tensors() -> dict[str, Any]:
+    """What is seen of DTensors, as modules hand them on under tensor parallelism."""
+    mesh = init_device_mesh("cpu", (2,))
+    local = torch.tensor([1.0, -3.0]) * (dist.get_rank() + 1)
+    seen = Sightings(3, torch.device("cpu"))
+    with counted_collectives() as counts:
+        for module, placement in enumerate((Shard(0), Replicate(), Partial())):
+            tensor = DTensor.from_local(local, mesh, [placement], run_check=False)
+            seen.see(seen.call(module), 2 * module + 1, (tensor, tensor))
+        before = DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False)
+        seen.see(seen.call(0), 0, before)
+        before.add_(1.0)
+        maxima, sums = seen.totals()
+    return {"maxima": maxima, "sums": sums, "notes": seen.unreadable, "counts": dict(counts)}
 
 
 def everything() -> dict[str, Any]:
@@ -128,7 +146,7 @@ def everything() -> dict[str, Any]:
                 if (accumulate == 2) == (name == "fused"):
                     jobs[f"{how}, {accumulate}"] = partial(watched, how, optimizer, accumulate)
                     jobs[f"{how}, {accumulate}, bare"] = partial(bare, how, optimizer, accumulate)
-    return outcomes_of({**jobs, "only on one": only_on_one})
+    return outcomes_of({**jobs, "only on one": only_on_one, "dtensors": distributed_tensors})
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +183,9 @@ def test_numbers_are_those_of_all_ranks_together(ranks: list[dict[str, Any]], ho
 def test_training_is_the_same_and_a_log_point_costs_one_collective(
     ranks: list[dict[str, Any]], how: str, accumulate: int
 ) -> None:
-    for with_it, without in zip(both(ranks, f"{how}, {accumulate}"), both(ranks, f"{how}, {accumulate}, bare"), strict=True):
+    for with_it, without in zip(
+        both(ranks, f"{how}, {accumulate}"), both(ranks, f"{how}, {accumulate}, bare"), strict=True
+    ):
         assert all(torch.equal(with_it["weights"][name], value) for name, value in without["weights"].items())
         more = {name: count - without["counts"].get(name, 0) for name, count in with_it["counts"].items()}
         assert {name: count for name, count in more.items() if count} == {"allgather_": 1}
@@ -178,3 +198,12 @@ def test_what_one_rank_alone_saw_is_known_on_all(ranks: list[dict[str, Any]]) ->
         assert not math.isfinite(amax) and nonfinite > 0 and elements == 2 * 4
     (message,) = first["said"]
     assert "'extra'" in message and second["said"] == []
+
+
+def test_of_a_dtensor_the_local_part_is_looked_at_without_a_collective(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(both(ranks, "dtensors")):
+        assert found["counts"] == {}
+        for module in (0, 1):
+            assert float(found["maxima"][2 * module + 1, 0]) == 3.0 * (rank + 1)
+        assert float(found["sums"][5, 1]) == 0 and "summand" in found["notes"][5]
+        assert float(found["maxima"][0, 0]) == 3.0 * (rank + 1) and 0 not in found["notes"]  # as it was when seen

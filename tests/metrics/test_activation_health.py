@@ -22,7 +22,9 @@ def obvious(values: Tensor) -> tuple[float, float, float, float]:
     finite = [number for number in numbers if math.isfinite(number)]
     amax = math.nan if any(map(math.isnan, numbers)) else max(numbers)
     smallest = min((number for number in finite if number), default=math.inf)
-    room = math.inf if amax == 0 else math.log2(LARGEST[values.dtype]) - math.log2(amax) if math.isfinite(amax) else -amax
+    room = (
+        math.inf if amax == 0 else math.log2(LARGEST[values.dtype]) - math.log2(amax) if math.isfinite(amax) else -amax
+    )
     return amax, smallest, 1 - len(finite) / len(numbers), room
 
 
