@@ -105,7 +105,7 @@ class UpdateRatioMonitor(Monitor):
     ``median``                                                                                         was skipped
     ``precision/rounded_away/NAME`` share of elements whose update was below half an ulp of the stored from the first
                                     parameter, and lost; FP32 and FP64: estimated from one element in  time on that it
-                                    64, ``compile=True`` counts all                                    is above zero
+                                    64; ``compile=True`` counts more                                   is above zero
     =============================== ================================================================== =================
 
     Layers that did not move are named, with the reason, in a warning (once for each reason) and in ``last.at_zero``; frozen

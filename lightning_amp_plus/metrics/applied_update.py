@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_amp_plus.metrics import update_kernels as kernels
-from lightning_amp_plus.metrics.blocks import Blocks
+from lightning_amp_plus.metrics.blocks import Blocks, Scratch
 from lightning_amp_plus.metrics.update_formulas import (
     KNOWN,
     GroupSettings,
@@ -113,6 +113,7 @@ class AppliedUpdate:
         self._layouts: dict[Any, Layout] = {}
         self._copies: list[tuple[Layout, list[Tensor]]] = []
         self._settings = GroupSettings(optimizer)
+        self._scratch = Scratch()
 
     # ---------------------------------------------------------------- before the step
 
@@ -195,11 +196,12 @@ class AppliedUpdate:
             for group in (self.optimizer.param_groups[i] for i in set(layout.groups))
         )
         kernel = kernels.compiled_adam if self.compiled and kind == "adam" else kernels.EAGER[kind]
-        scratch = kernels.Scratch()
+        stacked = layout.blocks.together(*lists, scratch=self._scratch)
         rows = [
-            kernel(matrices, at, decays, scratch)
-            for matrices, at in zip(layout.blocks.together(*lists), layout.blocks.spread(columns), strict=True)
+            kernel(matrices, at, decays, self._scratch)
+            for matrices, at in zip(stacked, layout.blocks.spread(columns), strict=True)
         ]
+        self._scratch.release()
         moved, weights, lost = _totals(layout, rows, 3).unbind(1)
         r, s = coefficients[-2:]
         decayed = r.square() * weights

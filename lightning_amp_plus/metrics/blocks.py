@@ -44,6 +44,34 @@ class _Block:
     stride: int = 0
 
 
+class Scratch:
+    """Matrices to write to, used again for the next block, and on a CPU at the next step.
+
+    A CPU's memory that is asked for and given back block by block comes from the system anew each time, page by page.
+    """
+
+    def __init__(self) -> None:
+        self._matrices: dict[tuple[int, torch.Size, torch.dtype, torch.device], Tensor] = {}
+
+    def like(self, slot: int, shape: torch.Size, of: Tensor) -> Tensor:
+        """A tensor of a shape, in the dtype and on the device of another, with any content.
+
+        Args:
+            slot: Which; tensors of one shape that are in use at the same time have different ones.
+            shape: Its shape.
+            of: The other tensor.
+        """
+        key = (slot, shape, of.dtype, of.device)
+        found = self._matrices.get(key)
+        if found is None:
+            found = self._matrices[key] = torch.empty(shape, dtype=of.dtype, device=of.device)
+        return found
+
+    def release(self) -> None:
+        """Gives back what is not a CPU's: a GPU's memory comes from torch's own store, at no cost."""
+        self._matrices = {key: matrix for key, matrix in self._matrices.items() if matrix.device.type == "cpu"}
+
+
 class Blocks:
     """How tensors of given shapes are stacked and cut. Made once for a model, used at every step.
 
@@ -53,7 +81,8 @@ class Blocks:
         one_in: Of a tensor of 65536 elements or more, take only one element in so many: runs of neighbors, at places
             that are always the same and meet all columns of a weight. ``scales`` says what sums are multiplied by.
         longest: Cut large tensors into rows of this length rather than into one row a matrix, the rest left over being
-            a row of its own; for kernels that reduce rows without losing digits only up to some length.
+            a row of its own; for kernels that reduce rows without losing digits only up to some length. Tensors of
+            which four fit into a matrix stay whole.
         stacked: Largest number of elements in a matrix made of several tensors, if not ``elements``.
 
     Attributes:
@@ -93,7 +122,8 @@ class Blocks:
                 for position in positions:
                     self._add_share(position, length, one_in, limit)
                 continue
-            if longest is not None and length > longest:
+            small = stacked or limit
+            if longest is not None and length > max(longest, small // 4):
                 for position in positions:
                     runs = length // longest
                     self._add_runs(position, longest, longest, runs, limit)
@@ -105,7 +135,7 @@ class Blocks:
                     for start in range(0, length, limit):
                         self._blocks.append(_Block((position,), False, start, min(limit, length - start)))
                 continue
-            rows = max(1, (stacked or limit) // length)
+            rows = max(1, small // length)
             for first in range(0, len(positions), rows):
                 self._blocks.append(_Block(tuple(positions[first : first + rows]), True, 0, length))
         self._rows = Rows([owner for block in self._blocks for owner in block.owners], self.count)
@@ -137,16 +167,23 @@ class Blocks:
         for (matrix,) in self.together(tensors):
             yield matrix
 
-    def together(self, *lists: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    def together(self, *lists: Sequence[Tensor], scratch: Scratch | None = None) -> Iterator[tuple[Tensor, ...]]:
         """Matrices of several lists, element by element of each other: parameters and what an optimizer keeps for them.
 
-        Tensors at one position have the same shape in every list.
+        Tensors at one position have the same shape in every list. With ``scratch``, matrices are valid until the next
+        ones are asked for.
         """
         cut, flat = -1, []
         for block in self._blocks:
             if block.whole and len(block.owners) > 1:
-                rows = len(block.owners)
-                yield tuple(torch.stack([tensors[o] for o in block.owners]).view(rows, -1) for tensors in lists)
+                rows, owned = len(block.owners), [[tensors[o] for o in block.owners] for tensors in lists]
+                if scratch is None:
+                    yield tuple(torch.stack(of_list).view(rows, -1) for of_list in owned)
+                    continue
+                shape = torch.Size((rows, *owned[0][0].shape))
+                into = [scratch.like(slot, shape, of_list[0]) for slot, of_list in enumerate(owned)]
+                stacks = (torch.stack(of_list, out=out) for of_list, out in zip(owned, into, strict=True))
+                yield tuple(stack.view(rows, -1) for stack in stacks)
                 continue
             if block.owners[0] != cut:
                 cut = block.owners[0]

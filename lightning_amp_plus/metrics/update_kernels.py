@@ -16,25 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_amp_plus.metrics.blocks import GPU_ELEMENTS, Blocks
-
-
-class Scratch:
-    """One matrix that kernels write to, used again as long as the next is of the same shape.
-
-    Memory that is asked for and given back block by block would be taken from the system anew each time.
-    """
-
-    def __init__(self) -> None:
-        self._matrix: Tensor | None = None
-
-    def like(self, matrix: Tensor, dtype: torch.dtype) -> Tensor:
-        """A matrix of the shape of another, with any content."""
-        last = self._matrix
-        if last is None or last.shape != matrix.shape:
-            last = self._matrix = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
-        return last
-
+from lightning_amp_plus.metrics.blocks import GPU_ELEMENTS, Blocks, Scratch
 
 Kernel = Callable[[tuple[Tensor, ...], Tensor, bool, Scratch], Tensor]
 
@@ -46,6 +28,7 @@ _COMPILED_CPU_ELEMENTS, _COMPILED_GPU_ELEMENTS = 2**22, 2**28
 # Elements of a row, whose squares are added up in FP32: on a CPU in 16 sums, which 300 000 equal elements put off by 1e-4,
 # on a GPU in many more.
 _CPU_ROW, _GPU_ROW = 2**12, 2**16
+_Q = -1  # the slot of what kernels write to, beside those of the stacked lists
 # One in so many elements of a row is counted, and this many at least.
 _COUNTED, _LEAST_COUNTED = 64, 64
 
@@ -55,14 +38,15 @@ def blocks_for(tensors: Sequence[Tensor], one_in: int = 1, compiled: bool = Fals
     if tensors and tensors[0].device.type == "cpu":
         elements = _COMPILED_CPU_ELEMENTS if compiled else _CPU_ELEMENTS
         return Blocks(tensors, elements, one_in, longest=_CPU_ROW, stacked=_CPU_STACKED)
-    return Blocks(tensors, _COMPILED_GPU_ELEMENTS if compiled else GPU_ELEMENTS, one_in, longest=_GPU_ROW)
+    elements = _COMPILED_GPU_ELEMENTS if compiled else GPU_ELEMENTS
+    return Blocks(tensors, elements, one_in, longest=_GPU_ROW, stacked=GPU_ELEMENTS)
 
 
 def adam(matrices: tuple[Tensor, ...], coefficients: Tensor, decays: bool, scratch: Scratch) -> Tensor:
     """``q = m / (√v + e)``, from the parameter and the two moments; coefficients ``e, r, s``."""
     weights, first, second = matrices
     e, r, s = coefficients.chunk(3, 1)
-    q = torch.sqrt(second, out=scratch.like(weights, weights.dtype))
+    q = torch.sqrt(second, out=scratch.like(_Q, weights.shape, weights))
     q.add_(e)
     torch.div(first, q, out=q)
     if decays:
@@ -74,14 +58,14 @@ def gradient(matrices: tuple[Tensor, ...], coefficients: Tensor, decays: bool, s
     """``q`` is the gradient, or a momentum buffer; coefficients ``r, s``."""
     weights, q = matrices
     r, s = coefficients.chunk(2, 1)
-    return _row_sums(torch.addcmul(q, weights, r, out=scratch.like(q, q.dtype)) if decays else q, weights, s)
+    return _row_sums(torch.addcmul(q, weights, r, out=scratch.like(_Q, q.shape, q)) if decays else q, weights, s)
 
 
 def nesterov(matrices: tuple[Tensor, ...], coefficients: Tensor, decays: bool, scratch: Scratch) -> Tensor:
     """``q`` is the gradient plus momentum times the buffer; coefficients ``momentum, r, s``."""
     weights, gradient, buffer = matrices
     momentum, r, s = coefficients.chunk(3, 1)
-    q = torch.addcmul(gradient, buffer, momentum, out=scratch.like(weights, weights.dtype))
+    q = torch.addcmul(gradient, buffer, momentum, out=scratch.like(_Q, weights.shape, weights))
     if decays:
         q.addcmul_(weights, r)
     return _row_sums(q, weights, s)
