@@ -24,15 +24,13 @@ from lightning_amp_plus.nested import named_tensors
 from lightning_amp_plus.scaling.gradients import is_dtensor, local_part
 
 _PLAIN = (Tensor, nn.Parameter)
-_CPU_MATRIX, _GPU_MATRIX = (
-    2**20,
-    2**24,
-)  # elements looked at by one op, more than for sums: whole numbers lose no digits
+# Elements looked at by one op, more than for sums: whole numbers lose no digits.
+_CPU_MATRIX, _GPU_MATRIX = 2**20, 2**24
 _MOST_MATRICES = 4  # worth of elements held back, whatever their sizes
 _Key = tuple[torch.dtype, int, torch.device]
 
 # A tensor not looked at yet: itself or its local part; its version counter when it was seen (None where there is none to
-# go by, then it is looked at on the spot); the number of the sighting; the side that saw it first. A tuple, for speed.
+# go by, then it is looked at on the spot); the number of the sighting; the side that saw it first. Plain, for speed.
 _Held = tuple[Tensor, int | None, int, int]
 
 

@@ -57,16 +57,22 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._memory: Tensor | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._views: dict[tuple[torch.dtype, torch.Size], Tensor] = {}
 
     def like(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor of one's size and dtype."""
         if tensor.device.type != "cpu":
             return torch.empty_like(tensor)
-        size = tensor.numel() * tensor.dtype.itemsize
-        if self._memory is None or self._memory.numel() < size:
-            self._memory = torch.empty(size, dtype=torch.uint8)
-        return self._memory[:size].view(tensor.dtype).view(tensor.shape)
+        kind = (tensor.dtype, tensor.shape)
+        view = self._views.get(kind)
+        if view is None:
+            size = tensor.numel() * tensor.dtype.itemsize
+            if self._memory.numel() < size or len(self._views) > 1000:
+                self._memory = torch.empty(max(size, self._memory.numel()), dtype=torch.uint8, device="cpu")
+                self._views.clear()
+            view = self._views[kind] = self._memory[:size].view(tensor.dtype).view(tensor.shape)
+        return view
 
 
 def health_bits(matrix: Tensor, scratch: Scratch) -> Bits:
@@ -84,12 +90,12 @@ def health_bits(matrix: Tensor, scratch: Scratch) -> Bits:
     if on_host and len(bits) == 1:
         smallest, largest = (end.view(1) for end in torch.aminmax(bits))
     else:
-        largest, smallest = bits.amax(1), bits.amin(1) if on_host else bits.new_zeros(len(bits))
-    if on_host and largest.numpy().max() < not_finite:
+        largest, smallest = bits.amax(1), bits.amin(1) if on_host else bits.new_zeros(1)
+    if on_host and max(largest.numpy()) < not_finite:
         count = torch.zeros_like(largest)
     else:
         count = _count(torch.ge(bits, _FIRST_NOT_FINITE[matrix.dtype], out=torch.empty_like(bits)))
-    if not on_host or smallest.numpy().min() == 0:
+    if not on_host or not all(smallest.numpy()):
         # Turned over: 1 becomes the lowest whole number, and zero the highest, out of the way of the minimum.
         smallest = bits.add_(mask).amin(1).sub_(mask)
     return Bits(largest, smallest, count)
