@@ -79,6 +79,8 @@ class ActivationMonitor(Monitor):
         detail: As given.
     """
 
+    by_layer = True
+
     def __init__(
         self,
         every_n_steps: int | None = None,

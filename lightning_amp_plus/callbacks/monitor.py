@@ -7,6 +7,7 @@ read together, in one collective and one transfer, and what they make of it is l
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus.callbacks.layers import LayerHistory
-from lightning_amp_plus.callbacks.output import draw, lay_out, layer_table
+from lightning_amp_plus.callbacks.output import draw, lay_out, layer_columns, layer_table
 from lightning_amp_plus.callbacks.readout import Measurement, read
 from lightning_amp_plus.precision import AmpPrecision
 from lightning_amp_plus.step_report import StepReport
@@ -42,6 +43,7 @@ class Monitor(pl.Callback):
         MisconfigurationException: In ``setup``, if the Trainer's precision plugin is not an ``AmpPrecision``.
     """
 
+    by_layer = False  # whether its rows are those of the model's modules, so that all ranks need the same ones
     logs_grad_norm = False  # whether it measures and logs ``precision/grad_norm``, so that no other has to
 
     def __init__(self, every_n_steps: int | None = None) -> None:
@@ -91,10 +93,6 @@ class Monitor(pl.Callback):
         """Numbers of layers over log points, for a picture."""
         return ()
 
-    def layer_columns(self) -> Mapping[str, Mapping[str, float]]:
-        """The last numbers of layers for the table at the end: titles of columns, and numbers by layer."""
-        return {}
-
     def finish(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The fit ends without an exception."""
 
@@ -109,6 +107,7 @@ class Monitor(pl.Callback):
         self._metrics: tuple[dict[str, Any], ...] = ()
         self._drawn_to = -1
         self._laid_out = False
+        self._shown: dict[str, float] = {}  # what was logged last under each key
 
     # ---------------------------------------------------------------- binding to a run
 
@@ -144,18 +143,41 @@ class Monitor(pl.Callback):
         """Takes up where an earlier fit or the checkpoint ended: both have been restored by now."""
         if self.plugin is None:
             return
+        if self.by_layer:
+            self._refuse_other_layers_elsewhere(pl_module)
         self.optimizers = list(trainer.optimizers)
         # Lightning empties these dicts at the start of a run and after the sanity check only. Each later access
         # converts what users logged with prog_bar=True once more, a transfer for every such value.
         self._metrics = (trainer.callback_metrics, trainer.logged_metrics)
         self.begin(trainer, pl_module)
 
+    def _refuse_other_layers_elsewhere(self, pl_module: pl.LightningModule) -> None:
+        """Raises where ranks would submit different rows, which an exchange of equal sizes would take for each other's."""
+        assert self.plugin is not None
+        names = "\n".join(name for name, _ in pl_module.named_modules())
+        mine = torch.tensor([float(zlib.crc32(names.encode()))], dtype=torch.float64)
+        device = next((p.device for p in pl_module.parameters()), mine.device)
+        if device.type != "mps":
+            mine = mine.to(device)
+        by_rank = self.plugin.consensus.gather(mine).flatten().tolist()
+        if len(set(by_rank)) > 1:
+            other = next(rank for rank, digest in enumerate(by_rank) if digest != by_rank[0])
+            raise MisconfigurationException(
+                f"{type(self).__name__} adds up layers over ranks, but ranks 0 and {other} have modules of different "
+                "names, as stages of a pipeline do. Name the ranks that hold one and the same part by "
+                "AmpPrecision(process_group=...), or leave the callback out."
+            )
+
     def _end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._unsubscribe is not None:
             self._unsubscribe()
-        if self.looking:
-            self.after_batch(trainer, pl_module)
+        self._look_away(trainer, pl_module)
         self.forget_run()
+
+    def _look_away(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.looking:
+            self.looking = False
+            self.after_batch(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -167,7 +189,7 @@ class Monitor(pl.Callback):
         if monitors[-1] is not self:
             return
         self._draw(trainer, monitors, least=1)
-        columns = {title: numbers for m in monitors for title, numbers in m.layer_columns().items() if numbers}
+        columns = layer_columns(self._shown)
         if columns and trainer.is_global_zero:
             from rich.console import Console
 
@@ -176,6 +198,7 @@ class Monitor(pl.Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draws pictures of all monitors, unless little has come to them since the last time."""
+        self._look_away(trainer, pl_module)  # a hook that ends an epoch early leaves out the end of its last batch
         monitors = bound(trainer)
         if self.plugin is None or monitors[-1] is not self:
             return
@@ -278,6 +301,7 @@ def publish(trainer: pl.Trainer, monitors: Sequence[Monitor], step: int) -> None
     for monitor, parts in zip(monitors, measured, strict=True):
         values.update(monitor.take([next(numbers) for _ in parts], step))
     monitors[-1].write(trainer, values, step)
+    bound(trainer)[-1]._shown.update(values)
 
 
 def bound(trainer: pl.Trainer) -> list[Monitor]:

@@ -38,6 +38,26 @@ _CHARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 
 
+# Columns of the table at the end, by the keys that they show.
+_COLUMNS: Mapping[str, str] = {
+    "update ratio": "precision/update_ratio/",
+    "rounded away": "precision/rounded_away/",
+    "gradient norm": "precision/grad_norm/",
+    "zero gradients": "precision/zero_grad_fraction/",
+    "largest activation": "precision/activation_amax/",
+    "largest parameter": "precision/parameter_amax/",
+}
+
+
+def layer_columns(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """What was logged of layers: titles of columns, and numbers by layer."""
+    found = {
+        title: {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+        for title, prefix in _COLUMNS.items()
+    }
+    return {title: numbers for title, numbers in found.items() if numbers}
+
+
 def tensorboards(trainer: pl.Trainer) -> list[Any]:
     """The writers of the Trainer's TensorBoard loggers; none but on rank zero."""
     if not trainer.is_global_zero:

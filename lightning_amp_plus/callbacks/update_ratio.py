@@ -115,6 +115,8 @@ class UpdateRatioMonitor(Monitor):
     (base 10) of the ratios over the run.
     """
 
+    by_layer = True
+
     def __init__(
         self,
         every_n_steps: int | None = None,

@@ -55,10 +55,6 @@ class Largest(Monitor):
     def layer_histories(self) -> Sequence[LayerHistory]:
         return (self.picture,)
 
-    @override
-    def layer_columns(self) -> Mapping[str, Mapping[str, float]]:
-        return {self.title: self.last}
-
 
 def events(folder: str) -> EventAccumulator:
     accumulator = EventAccumulator(folder, {"images": 0, "tensors": 0, "scalars": 0})
