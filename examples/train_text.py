@@ -42,6 +42,7 @@ warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.* is 
 
 console = Console()
 
+MONITORS = ("LossScaleMonitor", "GradientMonitor", "UpdateRatioMonitor", "ActivationMonitor")
 PRECISIONS: dict[str, dict[str, Any]] = {
     # Begins too high and grows often, so that a run of a minute shows overflow, backoff and growth.
     "16-mixed": {"policy": "16-mixed", "loss_scale": {"init": 2.0**20, "growth_interval": 30}},
@@ -287,7 +288,7 @@ class TextCLI(LightningCLI):
                 "trainer.enable_checkpointing": False,
                 "trainer.enable_model_summary": False,
                 "trainer.enable_progress_bar": sys.stdout.isatty(),
-                "trainer.callbacks": [{"class_path": "lightning_amp_plus.callbacks.LossScaleMonitor"}],
+                "trainer.callbacks": [{"class_path": f"lightning_amp_plus.callbacks.{name}"} for name in MONITORS],
             }
         )
 

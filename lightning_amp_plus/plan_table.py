@@ -19,7 +19,7 @@ _LESS_WANTED = ("reduction", "gradient", "optimizer", "accumulator", "reason", "
 # Of a plan with FP8 the reason says why a layer is or is not in it, and the column fp8 how: formats follow from those.
 FORMATS_LESS_WANTED = ("optimizer", "accumulator", "output", "input", "weight", "rule", "parameter", "reason")
 # Columns that go on below where there is no room.
-_PROSE = ("module", "rule", "reason", "recorded", "found", "remedy", "op", "dtypes")
+_PROSE = ("module", "layer", "rule", "reason", "recorded", "found", "remedy", "op", "dtypes")
 
 
 def cell(value: Any) -> str:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus.callbacks.layers import LayerHistory
-from lightning_amp_plus.callbacks.output import draw, lay_out, layer_columns, layer_table
+from lightning_amp_plus.callbacks.output import LayerTable, draw, lay_out, layer_columns
 from lightning_amp_plus.callbacks.readout import Measurement, read
 from lightning_amp_plus.precision import AmpPrecision
 from lightning_amp_plus.step_report import StepReport
@@ -193,7 +193,7 @@ class Monitor(pl.Callback):
         if columns and trainer.is_global_zero:
             from rich.console import Console
 
-            Console().print(layer_table(columns))
+            Console().print(LayerTable(columns))
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

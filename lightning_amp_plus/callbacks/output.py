@@ -6,12 +6,16 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_amp_plus.callbacks.layers import LayerHistory
+from lightning_amp_plus.plan_table import fitting_table
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 _TABLE_ROWS = 30  # layers in the table at the end; a screen
 _NAMED_ROWS = 60  # layers whose names can still be read beside a picture
@@ -42,11 +46,13 @@ _CHARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 _COLUMNS: Mapping[str, str] = {
     "update ratio": "precision/update_ratio/",
     "rounded away": "precision/rounded_away/",
-    "gradient norm": "precision/grad_norm/",
-    "zero gradients": "precision/zero_grad_fraction/",
-    "largest activation": "precision/activation_amax/",
-    "largest parameter": "precision/parameter_amax/",
+    "grad norm": "precision/grad_norm/",
+    "zero grads": "precision/zero_grad_fraction/",
+    "activation amax": "precision/activation_amax/",
+    "parameter amax": "precision/parameter_amax/",
 }
+# Left out first in a narrow terminal.
+_LESS_WANTED = ("rounded away", "parameter amax", "grad norm", "zero grads", "activation amax")
 
 
 def layer_columns(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -117,28 +123,27 @@ def heat_map(history: LayerHistory) -> Any:
     return figure
 
 
-def layer_table(columns: Mapping[str, Mapping[str, float]]) -> Any:
-    """A Rich table of the last numbers by layer.
+class LayerTable:
+    """What was logged last of layers, as a table that fits the terminal.
 
     Of many layers those are shown at which some column has its lowest or highest numbers.
 
     Args:
         columns: Title of each column, and its numbers by layer.
     """
-    from rich.table import Table
 
-    names = list(dict.fromkeys(name for numbers in columns.values() for name in numbers))
-    shown = _extremes(names, columns) if len(names) > _TABLE_ROWS else set(names)
-    table = Table(title="Last log point")
-    table.add_column("layer", overflow="fold")
-    for title in columns:
-        table.add_column(title, justify="right", no_wrap=True)
-    for name in names:
-        if name in shown:
-            table.add_row(name, *(_number(numbers.get(name)) for numbers in columns.values()))
-    if len(shown) < len(names):
-        table.caption = f"{len(shown)} of {len(names)} layers: those at the ends of a column. All are in the loggers."
-    return table
+    def __init__(self, columns: Mapping[str, Mapping[str, float]]) -> None:
+        names = list(dict.fromkeys(name for numbers in columns.values() for name in numbers))
+        shown = _extremes(names, columns) if len(names) > _TABLE_ROWS else set(names)
+        self.rows = [["layer", *columns]]
+        for name in names:
+            if name in shown:
+                self.rows.append([name, *(_number(numbers.get(name)) for numbers in columns.values())])
+        few = f"{len(shown)} of {len(names)} layers: those at the ends of a column. All are in the loggers."
+        self.notes = [few] if len(shown) < len(names) else []
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield fitting_table("Last log point", self.rows, self.notes, console, options, less_wanted=_LESS_WANTED)
 
 
 def _extremes(names: Sequence[str], columns: Mapping[str, Mapping[str, float]]) -> set[str]:

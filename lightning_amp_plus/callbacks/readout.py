@@ -43,12 +43,22 @@ def read(measurements: Sequence[Measurement], consensus: Consensus) -> list[Tens
     if not filled:
         return [measured.values.cpu() for measured in measurements]
     device = filled[0].values.device
+    # What is each rank's own stays out of the exchange: of that one rank may have asked for less before than the others.
+    shared = [measured for measured in filled if set(measured.over_ranks) != {"own"}]
+    own = [measured for measured in filled if set(measured.over_ranks) == {"own"}]
+    flat = [_flat(shared, device), _flat(own, device)]
+    if consensus.world_size > 1 and shared:
+        flat[0] = _over_ranks(flat[0], shared, consensus)
+    ordered = [*shared, *own]
+    numbers = torch.split(torch.cat(flat).cpu(), [measured.values.numel() for measured in ordered])
+    found = {id(measured): part.view(measured.values.shape) for measured, part in zip(ordered, numbers, strict=True)}
+    return [found[id(m)] if m.values.numel() else m.values.cpu() for m in measurements]
+
+
+def _flat(measurements: Sequence[Measurement], device: torch.device) -> Tensor:
     wide = torch.float32 if device.type == "mps" else torch.float64
-    flat = torch.cat([measured.values.detach().to(device, wide).reshape(-1) for measured in filled])
-    if consensus.world_size > 1:
-        flat = _over_ranks(flat, filled, consensus)
-    parts = iter(torch.split(flat.cpu(), [measured.values.numel() for measured in filled]))
-    return [next(parts).view(m.values.shape) if m.values.numel() else m.values.cpu() for m in measurements]
+    parts = [measured.values.detach().to(device, wide).reshape(-1) for measured in measurements]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=wide, device=device)
 
 
 def _over_ranks(own: Tensor, measurements: Sequence[Measurement], consensus: Consensus) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 from torch import Tensor
@@ -20,7 +21,7 @@ from lightning_amp_plus import AmpPrecision, StepReport
 from lightning_amp_plus.callbacks import LossScaleMonitor
 from lightning_amp_plus.callbacks.layers import LayerHistory
 from lightning_amp_plus.callbacks.monitor import Monitor
-from lightning_amp_plus.callbacks.output import heat_map, layer_table
+from lightning_amp_plus.callbacks.output import LayerTable, heat_map, layer_columns
 from lightning_amp_plus.callbacks.readout import Measurement
 from tests.support.models import TinyRegressor
 from tests.support.training import fit
@@ -118,8 +119,19 @@ def test_of_many_layers_the_table_shows_the_ends_of_each_column() -> None:
         "ratio": {f"layer{i}": float(i) for i in range(100)},
         "amax": {f"layer{i}": float((i * 37) % 100) for i in range(90)},
     }
-    table: Any = layer_table(columns)
-    names = list(table.columns[0].cells)
-    assert {"layer0", "layer99"} <= set(names) and len(names) <= 30 and "of 100 layers" in table.caption
+    table = LayerTable(columns)
+    names = [row[0] for row in table.rows[1:]]
+    assert {"layer0", "layer99"} <= set(names) and len(names) <= 30 and "of 100 layers" in table.notes[0]
     assert names == sorted(names, key=lambda name: int(name.removeprefix("layer")))
-    assert layer_table({"x": {"a": 0.5, "b": math.nan}}).row_count == 2
+    assert LayerTable({"x": {"a": 0.5, "b": math.nan}}).rows == [["layer", "x"], ["a", "0.5"], ["b", "-"]]
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_the_table_keeps_the_layers_and_leaves_out_columns_where_there_is_no_room(width: int) -> None:
+    keys = ("update_ratio", "rounded_away", "grad_norm", "zero_grad_fraction", "activation_amax", "parameter_amax")
+    values = {f"precision/{key}/blocks.10.attention.query_key_value": 0.00123 for key in keys}
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(LayerTable(layer_columns(values)))
+    text = console.export_text()
+    assert "blocks.10.attention.query_key_value" in text and "update ratio" in text
+    assert ("no room for" in text) == (width < 140) and max(map(len, text.splitlines())) <= width
