@@ -20,12 +20,14 @@ class LayerHistory:
         names: Layers in the order of the model; known from the first log point on, others are added behind.
         steps: The log points, as loggers count.
         columns: For each log point the numbers of ``names``; NaN where a layer had none.
+        ceiling: In a picture larger numbers have one color, so that the others can be told apart.
     """
 
     title: str
     names: list[str] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     columns: list[list[float]] = field(default_factory=list)
+    ceiling: float | None = None
     _every: int = 1
     _offered: int = 0
 

@@ -112,14 +112,15 @@ def heat_map(history: LayerHistory) -> Any:
     figure = Figure(figsize=(10, min(12.0, 1.5 + 0.22 * len(history.names))), layout="constrained")
     axes = figure.subplots()
     edges = [*history.steps, 2 * history.steps[-1] - history.steps[-2]]
-    mesh = axes.pcolormesh(edges, np.arange(len(history.names) + 1), values, cmap="viridis")
+    mesh = axes.pcolormesh(edges, np.arange(len(history.names) + 1), values, cmap="viridis", vmax=history.ceiling)
     axes.invert_yaxis()
     axes.set_xlabel("step")
     if len(history.names) <= _NAMED_ROWS:
         axes.set_yticks(np.arange(len(history.names)) + 0.5, history.names, fontsize=7)
     else:
         axes.set_ylabel(f"{len(history.names)} layers, {history.names[0]} to {history.names[-1]}")
-    figure.colorbar(mesh, ax=axes, label=history.title)
+    above = history.ceiling is not None and values.max() > history.ceiling
+    figure.colorbar(mesh, ax=axes, label=history.title, extend="max" if above else "neither")
     return figure
 
 
