@@ -21,7 +21,8 @@ from lightning_amp_plus.callbacks.readout import Measurement
 from lightning_amp_plus.callbacks.sightings import Sightings
 from lightning_amp_plus.callbacks.watched import Watch, Watchable, watchable
 
-_HEADROOM = "Headroom of activations (bits)"
+_HEADROOM = "headroom of activations (bits)"
+_PLENTY = 24.0  # bits, beyond which a picture need not tell layers apart: FP32's range would leave one color for FP16's
 _FLOOR = 1.0  # bits; below, one doubling overflows
 
 
@@ -119,7 +120,7 @@ class ActivationMonitor(Monitor):
         self._output_keys: list[str] = []
         self._parameter_keys: list[str] = []
         self._hidden: dict[str, str] = {}
-        self._history = LayerHistory(_HEADROOM)
+        self._history = LayerHistory(_HEADROOM, ceiling=_PLENTY)
         self._taken: Taken | None = None
 
     # ---------------------------------------------------------------- binding to a run
