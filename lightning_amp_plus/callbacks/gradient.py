@@ -36,6 +36,7 @@ from lightning_amp_plus.metrics.exponents import (
 from lightning_amp_plus.metrics.gradient_health import COLUMNS, GradientSums
 from lightning_amp_plus.routing import RoutePlan
 from lightning_amp_plus.scaling.gradients import parameters_of
+from lightning_amp_plus.wide import wide_dtype
 
 _CLIP_WINDOWS = 100
 _SUM: Over = "sum"
@@ -196,7 +197,7 @@ class GradientMonitor(Monitor):
     @override
     def measure(self) -> Sequence[Measurement]:
         """Sums by layer, the largest magnitudes, and what is of the whole window; of one size on every rank."""
-        wide = torch.float32 if self._device.type == "mps" else torch.float64
+        wide = wide_dtype(self._device)
         seen = [sums for sums in self._seen.values() if sums is not None]
         last = next(reversed(self._seen.values()), None)
         self._seen.clear()

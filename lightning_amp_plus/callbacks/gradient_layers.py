@@ -16,6 +16,7 @@ from lightning_amp_plus.metrics.gradient_health import GradientSums, Scratch, gr
 from lightning_amp_plus.naming import clean_name
 from lightning_amp_plus.scaling.consensus import Consensus
 from lightning_amp_plus.scaling.gradients import is_dtensor, local_part, parameters_of
+from lightning_amp_plus.wide import wide_dtype
 
 OUTSIDE = "(outside the model)"
 
@@ -136,7 +137,7 @@ class OptimizerGradients:
         kept = [(position, g) for position, g in enumerate(gradients) if g is not None and g.numel()]
         positions, values = [position for position, _ in kept], [gradient for _, gradient in kept]
         device = values[0].device if values else torch.device("cpu")
-        wide = torch.float32 if device.type == "mps" else torch.float64
+        wide = wide_dtype(device)
         weights = [1.0 / self._holders(self.parameters[position]) for position in positions]
         layers = [self.rows[position] for position in positions]
         members: list[list[int]] = [[] for _ in range(self._layers)]

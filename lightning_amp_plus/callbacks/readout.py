@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp_plus.scaling.consensus import Consensus
+from lightning_amp_plus.wide import wide_dtype
 
 Over = Literal["sum", "max", "min", "own"]
 
@@ -43,7 +44,7 @@ def read(measurements: Sequence[Measurement], consensus: Consensus) -> list[Tens
     if not filled:
         return [measured.values.cpu() for measured in measurements]
     device = filled[0].values.device
-    wide = torch.float32 if device.type == "mps" else torch.float64
+    wide = wide_dtype(device)
     flat = torch.cat([measured.values.detach().to(device, wide).reshape(-1) for measured in filled])
     if consensus.world_size > 1:
         flat = _over_ranks(flat, filled, consensus)
