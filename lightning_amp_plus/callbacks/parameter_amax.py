@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_amp_plus.local_parts import local_part
 from lightning_amp_plus.metrics.activation_health import LARGEST, magnitude_bits
 from lightning_amp_plus.metrics.blocks import Blocks, Rows
-from lightning_amp_plus.scaling.gradients import local_part
 from lightning_amp_plus.wide import wide_dtype
 
 

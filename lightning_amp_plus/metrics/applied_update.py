@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_amp_plus.local_parts import local_part
 from lightning_amp_plus.metrics import update_kernels as kernels
 from lightning_amp_plus.metrics.blocks import Blocks, Scratch
 from lightning_amp_plus.metrics.update_formulas import (
@@ -265,10 +266,8 @@ def _gradients(parameters: list[Tensor]) -> list[Tensor]:
 
 def plain_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself, complex numbers as pairs; shares its storage."""
-    if type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "placements") and hasattr(tensor, "to_local"):
-        local: Any = tensor
-        tensor = local.to_local()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    local = local_part(tensor)
+    return torch.view_as_real(local) if local.is_complex() else local
 
 
 def _totals(layout: Layout, rows: list[Tensor], columns: int) -> Tensor:
