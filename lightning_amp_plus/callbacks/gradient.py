@@ -152,7 +152,7 @@ class GradientMonitor(Monitor):
 
     @override
     def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Learns which layers there are, on which rank ever."""
+        """Learns which layers there are, whichever rank holds them."""
         assert self.plugin is not None
         layer_of = layer_of_each(pl_module)
         optimized: dict[int, int] = {}
@@ -179,20 +179,19 @@ class GradientMonitor(Monitor):
     def see_gradients(self, optimizer: Optimizer) -> None:
         """Looks at them; what is found stays on the device."""
         assert self.plugin is not None
-        inner = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds the real one
-        reader = self._readers.get(id(inner))
+        reader = self._readers.get(id(optimizer))
         if reader is None:
             return
         scaler = self.plugin.scaler
         if scaler is not None:
             known = scaler.host_scale()
             self._scale = scaler.scale_on(self._device) if known is None else known
-        self._seen.pop(id(inner), None)  # so that the last one comes last
+        self._seen.pop(id(optimizer), None)  # so that the last one comes last
         reported: set[int] = set()
         if self._shared and self._seen:
             reported = {id(p) for key in self._seen for p in self._readers[key].parameters} & self._shared
         clip_value = self._clip[0] if self._clip is not None and self._clip[1] else None
-        self._seen[id(inner)] = reader.read(self._scale, clip_value, reported)
+        self._seen[id(optimizer)] = reader.read(self._scale, clip_value, reported)
 
     @override
     def measure(self) -> Sequence[Measurement]:

@@ -183,6 +183,21 @@ class TwoOptimizers(TinyRegressor):
         return sgd(self.first.parameters()), sgd([self.first.bias, *self.second.parameters()])
 
 
+class Wrapping(torch.optim.SGD):
+    """Holds another optimizer over its own parameters, as Lookahead and its like do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+
+
+def test_the_gradients_of_an_optimizer_that_wraps_another_are_seen():
+    rows, truth, _ = look(TinyRegressor(Wrapping), AmpPrecision("32-true"))
+    assert len(rows.rows) == len(truth) == 4
+    for (_, row), gradients in zip(rows.rows, truth, strict=True):
+        agree(row, gradients)
+
+
 def test_several_optimizers_show_each_layer_once_and_the_norm_of_the_last():
     rows, truth, _ = look(TwoOptimizers(manual=True), AmpPrecision("bf16-mixed"))
     by_window = [[truth[0], truth[1]], [truth[2], truth[3]], [truth[4]], [truth[5], truth[6]]]
