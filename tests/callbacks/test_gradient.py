@@ -20,7 +20,7 @@ from lightning_amp_plus.callbacks.gradient_layers import OUTSIDE, OptimizerGradi
 from lightning_amp_plus.metrics.exponents import LOWEST
 from lightning_amp_plus.scaling.gradients import dense_gradients
 from tests.support.faults import INF, NAN
-from tests.support.models import TinyRegressor, adamw, fused_adamw, sgd
+from tests.support.models import TinyRegressor, Wrapping, adamw, fused_adamw, sgd
 from tests.support.training import amp_fp16, fit, loader, make_trainer, regression_batches, stock_fp16
 
 
@@ -181,14 +181,6 @@ class TwoOptimizers(TinyRegressor):
 
     def configure_optimizers(self) -> Any:
         return sgd(self.first.parameters()), sgd([self.first.bias, *self.second.parameters()])
-
-
-class Wrapping(torch.optim.SGD):
-    """Holds another optimizer over its own parameters, as Lookahead and its like do."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
 
 
 def test_the_gradients_of_an_optimizer_that_wraps_another_are_seen():
