@@ -69,8 +69,8 @@ class GradientMonitor(Monitor):
 
     Example::
 
-        trainer = L.Trainer(plugins=[AmpPrecision("16-mixed")], callbacks=[GradientMonitor(every_n_steps=10)])
-        ...
+        monitor = GradientMonitor(every_n_steps=10)
+        L.Trainer(plugins=[AmpPrecision("16-mixed")], callbacks=[monitor]).fit(model)
         print(monitor.last.window)
 
     Logged keys; NAME is the qualified name of a layer, as in the plan:
@@ -106,6 +106,8 @@ class GradientMonitor(Monitor):
     gradient lost on the way, where sums over a batch hide it, nor what a layer lost that computes in FP32 or BF16.
 
     With several optimizers, layers show what each one saw last in the batch, and the global norm is that of the last one.
+    ``last`` holds a :class:`~lightning_amp_plus.callbacks.gradient_reading.GradientReading` of the last log point,
+    ``layer_histories()`` the logarithm (base 10) of the norms and the shares of zeros over the run.
     """
 
     logs_grad_norm = True
