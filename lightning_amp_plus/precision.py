@@ -54,6 +54,7 @@ from lightning_amp_plus.integration.throughput import correct_throughput_monitor
 from lightning_amp_plus.integration.windows import closes_window, closing_window, starts_window
 from lightning_amp_plus.matching import compute_of, fp8_moves
 from lightning_amp_plus.naming import globs_of
+from lightning_amp_plus.optimizers import real_optimizer
 from lightning_amp_plus.policy import ComputeFormat, PrecisionPolicy, Rule
 from lightning_amp_plus.routing import RoutePlan, plan
 from lightning_amp_plus.scaling.consensus import Consensus
@@ -606,8 +607,9 @@ class AmpPrecision(FSDPPrecision):
         if not clip_val or clip_val <= 0:
             return
         algorithm = GradClipAlgorithmType(gradient_clip_algorithm)
-        inner = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds the real one
-        self._sequence.clip(inner, float(clip_val), "value" if algorithm == GradClipAlgorithmType.VALUE else "norm")
+        self._sequence.clip(
+            real_optimizer(optimizer), float(clip_val), "value" if algorithm == GradClipAlgorithmType.VALUE else "norm"
+        )
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

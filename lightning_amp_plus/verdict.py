@@ -10,6 +10,7 @@ from lightning_amp_plus.ledger import Ledger, OpenWindow
 from lightning_amp_plus.scaling.consensus import Consensus
 from lightning_amp_plus.scaling.grad_norm import GradNorm, ShardedGradNorm
 from lightning_amp_plus.scaling.gradients import dense_gradients, multiply, parameters_of
+from lightning_amp_plus.wide import wide_dtype
 from lightning_amp_plus.window import Window
 
 
@@ -59,7 +60,7 @@ class Verdicts:
         ]
         if isinstance(self.grad_norm, ShardedGradNorm):
             terms.append(self.grad_norm.square_sum(state.parameters, device))
-        wide = torch.float32 if device.type == "mps" else torch.float64
+        wide = wide_dtype(device)
         state.terms = self.consensus.agree(torch.stack([term.to(wide) for term in terms]))
         state.found_inf = state.terms[0].clamp(max=1.0).float()
         if self._counts_items is None:

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_amp_plus import AmpPrecision, IncompatiblePrecisionError, LossScale, PrecisionPolicy, Rule
 from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY, SCHEMA_VERSION
+from tests.support.models import TinyRegressor, Wrapping, sgd
+from tests.support.training import fit
 
 
 class Net(L.LightningModule):
@@ -610,6 +612,20 @@ def test_complex_parameters_train_as_in_stock(clip: float | None) -> None:
     trainer(StockPrecision(), gradient_clip_val=clip).fit(stock, data())
     for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
+@pytest.mark.parametrize("manual", [False, True])
+def test_an_optimizer_that_wraps_another_is_clipped_itself(precision: str, manual: bool) -> None:
+    found = []
+    for make in (Wrapping, sgd):
+        model = TinyRegressor(make, manual=manual, clip=(1e-3, "norm") if manual else None)
+        plugin = AmpPrecision(precision)
+        fit(model, plugin, gradient_clip_val=None if manual else 1e-3)
+        assert plugin.last_report is not None
+        found.append(([p.detach() for p in model.parameters()], plugin.last_report.grad_norm))
+    (ours, norm), (plain, expected) = found
+    assert norm == expected and all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
 def test_import_pulls_in_no_optional_package() -> None:

@@ -17,6 +17,7 @@ from lightning_amp_plus.callbacks.layer_health import LayerHealth, Taken
 from lightning_amp_plus.callbacks.layers import LayerHistory
 from lightning_amp_plus.callbacks.monitor import Monitor, batches_that_stepped
 from lightning_amp_plus.callbacks.parameter_amax import ParameterAmax
+from lightning_amp_plus.callbacks.parameter_places import ROOT
 from lightning_amp_plus.callbacks.readout import Measurement
 from lightning_amp_plus.callbacks.sightings import Sightings
 from lightning_amp_plus.callbacks.watched import Watch, Watchable, watchable
@@ -74,10 +75,8 @@ class ActivationMonitor(Monitor):
     NAME is the qualified name, ``(model)`` for the LightningModule itself. A module that did not run, or whose output was
     changed in place before it was looked at (which happens once: from then on it is looked at in time), has no key; the
     reason is in ``last``. A module called several times has one number over all calls. Over ranks the largest, the
-    smallest, and shares of all elements are taken.
-
-    Attributes:
-        detail: As given.
+    smallest, and shares of all elements are taken. ``last`` holds all that is known of each layer at the last log point,
+    ``layer_histories()`` the headroom of outputs over the run.
     """
 
     by_layer = True
@@ -134,8 +133,8 @@ class ActivationMonitor(Monitor):
         if history.steps and history.steps[-1] < batches_that_stepped(trainer):
             self._history = history  # the same run goes on
         names, layers = self._choose(found)
-        self._hidden = {name: region or "(model)" for name, region in found.hidden.items()}
-        self._names, self._layers = [name or "(model)" for name in names], [name or "(model)" for name in layers]
+        self._hidden = {name: region or ROOT for name, region in found.hidden.items()}
+        self._names, self._layers = [name or ROOT for name in names], [name or ROOT for name in layers]
         self._output_keys = [f"precision/activation_amax/{name}" for name in self._names]
         self._parameter_keys = [f"precision/parameter_amax/{name}" for name in self._layers]
         self._sightings = seen = Sightings(len(names), pl_module.device)
@@ -183,11 +182,6 @@ class ActivationMonitor(Monitor):
         """Takes the hooks off. Runs nothing on the device, which may be unable to after an exception."""
         for watch in self._watches:
             watch.end()
-
-    @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Takes the hooks off where ``on_train_batch_start`` ended the epoch, after which no batch ends."""
-        self.after_batch(trainer, pl_module)
 
     @override
     def measure(self) -> Sequence[Measurement]:

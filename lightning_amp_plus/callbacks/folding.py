@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_amp_plus.callbacks.readout import Over
 from lightning_amp_plus.metrics.activation_health import Bits, from_bits
 from lightning_amp_plus.metrics.blocks import Rows
+from lightning_amp_plus.wide import wide_dtype
 
 # Columns of what is folded: those of which the largest counts, and those that are added up.
 PEAK, FULLNESS, NEGATED_SMALLEST = range(3)
@@ -54,7 +55,7 @@ class Layout:
 
     def __init__(self, of: MicroBatch, sides: int, device: torch.device) -> None:
         self._device = device
-        self._wide = torch.float32 if device.type == "mps" else torch.float64
+        self._wide = wide_dtype(device)
         self._of = of.layout()
         self._dtypes = list(of.rows)
         owners = [sighting for dtype in self._dtypes for sighting in of.rows[dtype]]

@@ -36,6 +36,7 @@ from lightning_amp_plus.metrics.exponents import (
 from lightning_amp_plus.metrics.gradient_health import COLUMNS, GradientSums
 from lightning_amp_plus.routing import RoutePlan
 from lightning_amp_plus.scaling.gradients import parameters_of
+from lightning_amp_plus.wide import wide_dtype
 
 _CLIP_WINDOWS = 100
 _SUM: Over = "sum"
@@ -68,8 +69,8 @@ class GradientMonitor(Monitor):
 
     Example::
 
-        trainer = L.Trainer(plugins=[AmpPrecision("16-mixed")], callbacks=[GradientMonitor(every_n_steps=10)])
-        ...
+        monitor = GradientMonitor(every_n_steps=10)
+        L.Trainer(plugins=[AmpPrecision("16-mixed")], callbacks=[monitor]).fit(model)
         print(monitor.last.window)
 
     Logged keys; NAME is the qualified name of a layer, as in the plan:
@@ -105,6 +106,8 @@ class GradientMonitor(Monitor):
     gradient lost on the way, where sums over a batch hide it, nor what a layer lost that computes in FP32 or BF16.
 
     With several optimizers, layers show what each one saw last in the batch, and the global norm is that of the last one.
+    ``last`` holds a :class:`~lightning_amp_plus.callbacks.gradient_reading.GradientReading` of the last log point,
+    ``layer_histories()`` the logarithm (base 10) of the norms and the shares of zeros over the run.
     """
 
     logs_grad_norm = True
@@ -151,7 +154,7 @@ class GradientMonitor(Monitor):
 
     @override
     def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Learns which layers there are, on which rank ever."""
+        """Learns which layers there are, whichever rank holds them."""
         assert self.plugin is not None
         layer_of = layer_of_each(pl_module)
         optimized: dict[int, int] = {}
@@ -178,25 +181,24 @@ class GradientMonitor(Monitor):
     def see_gradients(self, optimizer: Optimizer) -> None:
         """Looks at them; what is found stays on the device."""
         assert self.plugin is not None
-        inner = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds the real one
-        reader = self._readers.get(id(inner))
+        reader = self._readers.get(id(optimizer))
         if reader is None:
             return
         scaler = self.plugin.scaler
         if scaler is not None:
             known = scaler.host_scale()
             self._scale = scaler.scale_on(self._device) if known is None else known
-        self._seen.pop(id(inner), None)  # so that the last one comes last
+        self._seen.pop(id(optimizer), None)  # so that the last one comes last
         reported: set[int] = set()
         if self._shared and self._seen:
             reported = {id(p) for key in self._seen for p in self._readers[key].parameters} & self._shared
         clip_value = self._clip[0] if self._clip is not None and self._clip[1] else None
-        self._seen[id(inner)] = reader.read(self._scale, clip_value, reported)
+        self._seen[id(optimizer)] = reader.read(self._scale, clip_value, reported)
 
     @override
     def measure(self) -> Sequence[Measurement]:
         """Sums by layer, the largest magnitudes, and what is of the whole window; of one size on every rank."""
-        wide = torch.float32 if self._device.type == "mps" else torch.float64
+        wide = wide_dtype(self._device)
         seen = [sums for sums in self._seen.values() if sums is not None]
         last = next(reversed(self._seen.values()), None)
         self._seen.clear()

@@ -11,11 +11,13 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_amp_plus.metrics.blocks import Blocks
+from lightning_amp_plus.local_parts import local_part
+from lightning_amp_plus.metrics.blocks import Blocks, Rows
 from lightning_amp_plus.metrics.gradient_health import GradientSums, Scratch, gradient_health
 from lightning_amp_plus.naming import clean_name
 from lightning_amp_plus.scaling.consensus import Consensus
-from lightning_amp_plus.scaling.gradients import is_dtensor, local_part, parameters_of
+from lightning_amp_plus.scaling.gradients import parameters_of
+from lightning_amp_plus.wide import wide_dtype
 
 OUTSIDE = "(outside the model)"
 
@@ -51,8 +53,7 @@ class _Layout:
     positions: list[int]  # of the gradients that have elements
     blocks: Blocks
     weights: Tensor  # [tensors, 1]: 1 over the number of ranks that hold the same elements
-    layers: Tensor  # [tensors]
-    members: Tensor  # [layers, most tensors of one], behind the last tensor where there are fewer
+    layers: Rows  # of each tensor
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class OptimizerGradients:
     ) -> None:
         self.parameters = list({id(p): p for p in parameters_of(optimizer)}.values())
         rows = {name: row for row, name in enumerate(names)}
-        self.rows = [rows[layer_of.get(id(p), OUTSIDE)] for p in self.parameters]
+        self._rows = [rows[layer_of.get(id(p), OUTSIDE)] for p in self.parameters]
         self._layers = len(names)
         self._holders = holders
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
@@ -128,28 +129,19 @@ class OptimizerGradients:
         if reported:
             shown = [id(self.parameters[position]) not in reported for position in layout.positions]
             weighted = weighted * torch.tensor(shown, device=weighted.device).unsqueeze(1)
-        by_layer = weighted.new_zeros(self._layers, weighted.shape[1]).index_add_(0, layout.layers, weighted)
-        largest = torch.cat([found.largest, found.largest.new_zeros(1)])[layout.members].amax(1)
-        return LayerSums(GradientSums(by_layer, largest), square_sum)
+        largest = layout.layers.max(found.largest.unsqueeze(1), 0.0)[:, 0]
+        return LayerSums(GradientSums(layout.layers.sum(weighted), largest), square_sum)
 
     def _layout(self, gradients: Sequence[Tensor | None]) -> _Layout:
         kept = [(position, g) for position, g in enumerate(gradients) if g is not None and g.numel()]
         positions, values = [position for position, _ in kept], [gradient for _, gradient in kept]
         device = values[0].device if values else torch.device("cpu")
-        wide = torch.float32 if device.type == "mps" else torch.float64
         weights = [1.0 / self._holders(self.parameters[position]) for position in positions]
-        layers = [self.rows[position] for position in positions]
-        members: list[list[int]] = [[] for _ in range(self._layers)]
-        for tensor, layer in enumerate(layers):
-            members[layer].append(tensor)
-        most = max(map(len, members))
-        padded = [[*of, *[len(values)] * (most - len(of))] for of in members]
         return _Layout(
             positions,
             Blocks(values),
-            torch.tensor(weights, dtype=wide, device=device).unsqueeze(1),
-            torch.tensor(layers, device=device),
-            torch.tensor(padded, device=device),
+            torch.tensor(weights, dtype=wide_dtype(device), device=device).unsqueeze(1),
+            Rows([self._rows[position] for position in positions], self._layers),
         )
 
 
@@ -164,8 +156,7 @@ def _plain(gradients: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | No
 
 def _values(gradient: Tensor) -> Tensor:
     """The elements of a gradient that this rank holds, as a plain tensor: a shard, or the values of a sparse one."""
-    if is_dtensor(gradient):
-        gradient = local_part(gradient)
+    gradient = local_part(gradient)
     if gradient.layout is not torch.strided:
         # Parts of a sparse gradient may be finite where their sum is not.
         gradient = (gradient if gradient.is_coalesced() else gradient.coalesce())._values()

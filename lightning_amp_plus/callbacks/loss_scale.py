@@ -153,10 +153,7 @@ class LossScaleMonitor(Monitor):
     @override
     def measure(self) -> Sequence[Measurement]:
         """What the device alone knows of the reports; the same on every rank."""
-        reports = list(self._waiting)
-        numbers, self._taking = unresolved(
-            reports if self._due is None or self._due in reports else [*reports, self._due], everything=True
-        )
+        numbers, self._taking = unresolved(self._to_resolve(), everything=True)
         if numbers is None:
             return ()
         return (Measurement(numbers.unsqueeze(1), ("own",)),)
@@ -181,13 +178,18 @@ class LossScaleMonitor(Monitor):
             self.write(trainer, self._values(), last_step(trainer))
         self._chart(trainer)
 
+    def _to_resolve(self) -> list[StepReport]:
+        """What waited, and the report at the log point, which of very many may have been pushed out by others."""
+        reports = list(self._waiting)
+        return reports if self._due is None or self._due in reports else [*reports, self._due]
+
     def _count_waiting(self) -> None:
         """Brings the outcomes and the history up to date: one transfer for all that only the device knew."""
         if self.plugin is None:
             return
+        resolve(self._to_resolve(), everything=True)
         reports = list(self._waiting)
         self._waiting.clear()
-        resolve(reports if self._due is None or self._due in reports else [*reports, self._due], everything=True)
         for report in reports:
             self._lowest_scale = min(self._lowest_scale, report.next_scale)
             if report.outcome == "applied":

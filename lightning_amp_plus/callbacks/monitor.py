@@ -54,13 +54,13 @@ class Monitor(pl.Callback):
     @property
     @override
     def state_key(self) -> str:
-        """Of its own for each setting, so that a Trainer can hold several."""
+        """Of its own for other :meth:`settings`, so that a Trainer can hold several."""
         return self._generate_state_key(**self.settings())
 
     # ---------------------------------------------------------------- what a monitor does
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's arguments, for the state's key."""
+        """Those of the constructor's arguments that tell monitors of one class apart, for the state's key."""
         return {"every_n_steps": self.every_n_steps}
 
     def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

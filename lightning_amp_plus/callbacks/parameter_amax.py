@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_amp_plus.local_parts import local_part
 from lightning_amp_plus.metrics.activation_health import LARGEST, magnitude_bits
 from lightning_amp_plus.metrics.blocks import Blocks, Rows
-from lightning_amp_plus.scaling.gradients import local_part
+from lightning_amp_plus.wide import wide_dtype
 
 
 class ParameterAmax:
@@ -49,7 +50,7 @@ class ParameterAmax:
             self._blocks, self._made_for = Blocks(tensors), sizes
         rows = [_amax(matrix) for matrix in self._blocks.of(tensors)]
         if not rows:
-            wide = torch.float32 if self._device.type == "mps" else torch.float64
+            wide = wide_dtype(self._device)
             return torch.zeros(len(self._rows), 1, dtype=wide, device=self._device)
         return self._rows.max(self._blocks.max(rows).to(self._device)[self._source], 0.0)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_amp_plus.naming import clean_name
 
 Per = Literal["layer", "parameter", "group"]
-ROOT = "(model)"  # the layer of parameters that the LightningModule itself has
+ROOT = "(model)"  # what the LightningModule itself is called, whose name is empty
 
 
 class Places:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp_plus.scaling.consensus import Consensus
+from lightning_amp_plus.wide import wide_dtype
 
 Over = Literal["sum", "max", "min", "own"]
 
@@ -56,7 +57,7 @@ def read(measurements: Sequence[Measurement], consensus: Consensus) -> list[Tens
 
 
 def _flat(measurements: Sequence[Measurement], device: torch.device) -> Tensor:
-    wide = torch.float32 if device.type == "mps" else torch.float64
+    wide = wide_dtype(device)
     parts = [measured.values.detach().to(device, wide).reshape(-1) for measured in measurements]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=wide, device=device)
 

@@ -18,10 +18,11 @@ from torch.utils import _python_dispatch
 
 from lightning_amp_plus.callbacks.folding import Layout, MicroBatch
 from lightning_amp_plus.casts import dtype_name
+from lightning_amp_plus.local_parts import is_dtensor, local_part
 from lightning_amp_plus.metrics.activation_health import LARGEST, Scratch, health_bits
 from lightning_amp_plus.metrics.blocks import CPU_ELEMENTS, GPU_ELEMENTS, Blocks
 from lightning_amp_plus.nested import named_tensors
-from lightning_amp_plus.scaling.gradients import is_dtensor, local_part
+from lightning_amp_plus.wide import wide_dtype
 
 _PLAIN = (Tensor, nn.Parameter)
 # Elements looked at by one op, more than for sums: whole numbers lose no digits.
@@ -225,7 +226,7 @@ class Sightings:
             ``[sides, 4]``, to be added up.
         """
         self.end_micro_batch()
-        wide = torch.float32 if self._device.type == "mps" else torch.float64
+        wide = wide_dtype(self._device)
         if self._maxima is None or self._sums is None:
             nothing = torch.full((self._sides, 3), -torch.inf, dtype=wide, device=self._device)
             return nothing, torch.zeros(self._sides, 4, dtype=wide, device=self._device)

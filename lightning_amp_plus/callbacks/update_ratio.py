@@ -22,9 +22,9 @@ from lightning_amp_plus.callbacks.monitor import Monitor
 from lightning_amp_plus.callbacks.parameter_places import Per, Places
 from lightning_amp_plus.callbacks.readout import Measurement, Over
 from lightning_amp_plus.metrics.applied_update import AppliedUpdate, Found, Layout
-from lightning_amp_plus.metrics.update_formulas import wide
 from lightning_amp_plus.metrics.update_ratio import EPSILON
 from lightning_amp_plus.step_report import StepReport
+from lightning_amp_plus.wide import wide_dtype
 
 # Log points that the running median looks back on, and how many of them there must be before it says anything.
 _LOOK_BACK, _LEAST_POINTS = 32, 5
@@ -214,7 +214,7 @@ class UpdateRatioMonitor(Monitor):
             known = [[share, share * size, 1.0] for share, size in zip(shares, layout.blocks.sizes, strict=True)]
             self._at[layout] = (
                 self._places.index(layout.parameters, device),
-                torch.tensor(known, dtype=wide(device), device=device),
+                torch.tensor(known, dtype=wide_dtype(device), device=device),
             )
         return self._at[layout]
 
@@ -222,7 +222,7 @@ class UpdateRatioMonitor(Monitor):
     def measure(self) -> Sequence[Measurement]:
         """Sums by row over what all optimizers did."""
         device, rows = self._device, 0 if self._places is None else len(self._places.names)
-        total = torch.zeros(rows + 1, len(_COLUMNS), dtype=wide(device), device=device)
+        total = torch.zeros(rows + 1, len(_COLUMNS), dtype=wide_dtype(device), device=device)
         for parts in self._found.values():
             for layout, sums in parts:
                 total.index_add_(0, self._at[layout][0].to(device), sums.to(device))

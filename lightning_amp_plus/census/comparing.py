@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_amp_plus.autocast_probe import AS_GIVEN
 from lightning_amp_plus.census.census import COLUMNS, Census, Flag, OpRow
 from lightning_amp_plus.census.ops import joined
 from lightning_amp_plus.census.record import Event, OpKey, Record
@@ -16,7 +17,7 @@ MANY_ELEMENTS = 4096
 _NARROW = ("bf16", "fp16")
 _FP8 = ("e4m3", "e5m2")
 _COMPARED = ("parameter", "input", "weight", "output", "optimizer", "reduction")
-_NOT_COMPARED = ("-", "as given", "")
+NOT_COMPARED = ("-", AS_GIVEN, "")  # what a column says that says nothing of dtypes
 _REMEDIES = {
     "parameter": "It was converted after the plan was applied (.half(), .to(dtype)): leave that to the policy.",
     "input": "Find what switches autocast off, or on, around it, or write the Rule that says what it is to compute in.",
@@ -33,15 +34,8 @@ _UNFUSED = (
     "torch computes attention in FP32 where none of its fused kernels can do it (dropout on a CPU, some masks): leave that "
     "out of the attention where speed matters; nothing is lost in digits."
 )
-_KINDS = (
-    "gemm",
-    "attention",
-    "softmax",
-    "norm",
-    "reduction",
-    "loss",
-    "communication",
-)  # compared with an earlier census
+# Kinds of operations that are compared with an earlier census.
+_KINDS = ("gemm", "attention", "softmax", "norm", "reduction", "loss", "communication")
 
 
 def plan_columns(route: Mapping[str, Any], reduce: str | None) -> dict[str, str]:
@@ -83,7 +77,7 @@ def modules_of(
 def _accumulator(row: Mapping[str, str], route: Mapping[str, Any], planned: Mapping[str, str]) -> str:
     """No operation shows what it adds up in. The plan's probe measured it, for an operation in just these dtypes."""
     promised = planned.get("accumulator", "-")
-    if promised in _NOT_COMPARED or row["weight"] in _NOT_COMPARED or row["weight"] != planned.get("weight"):
+    if promised in NOT_COMPARED or row["weight"] in NOT_COMPARED or row["weight"] != planned.get("weight"):
         return "-"
     return f"{promised} {'assumed' if route.get('compute') == 'fp8' else 'measured'}"
 
@@ -129,7 +123,7 @@ def _off_plan(
             if name in fp8_off and column in ("input", "weight"):
                 continue
             found, promised = row[column], planned.get(name, {}).get(column, "-")
-            if found in _NOT_COMPARED or promised in _NOT_COMPARED or found == promised:
+            if found in NOT_COMPARED or promised in NOT_COMPARED or found == promised:
                 continue
             yield Flag("off plan", name, column, f"{found}, planned {promised}", _REMEDIES[column])
 
@@ -161,7 +155,7 @@ def _says_all(row: Mapping[str, str], planned: Mapping[str, str]) -> bool:
     """Whether the plan's probe ran a module's operation, and found the same: casts inside are torch's own."""
     promised = {column: planned.get(column, "-") for column in ("input", "output")}
     return set(promised.values()) != {"-"} and all(
-        dtype in _NOT_COMPARED or row[column] == dtype for column, dtype in promised.items()
+        dtype in NOT_COMPARED or row[column] == dtype for column, dtype in promised.items()
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_amp_plus.casts import dtype_name
 from lightning_amp_plus.formats import FORMATS
+from lightning_amp_plus.nested import named_tensors
 
 _NAMES = {known.dtype: known.name.lower() for known in FORMATS}
 
@@ -123,7 +124,7 @@ def joined(dtypes: Any) -> str:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested arguments, in order."""
+    """All tensors in an operator's nested arguments, in order; at every operation, so without the names of ``nested``."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -134,8 +135,13 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def floating(value: Any) -> list[Tensor]:
-    """The floating-point tensors in nested arguments."""
+    """The floating-point tensors in an operator's nested arguments or results."""
     return [tensor for tensor in tensors(value) if tensor.dtype.is_floating_point]
+
+
+def floating_of_module(value: Any) -> list[Tensor]:
+    """The floating-point tensors in what a module takes or returns, which may be of more kinds than an operator's."""
+    return [tensor for _, tensor in named_tensors(value, "") if tensor.dtype.is_floating_point]
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_amp_plus.census.ops import floating, place_of, plain_parts
+from lightning_amp_plus.census.ops import floating_of_module, place_of, plain_parts
 
 Phase = Literal["forward", "backward", "optimizer", "step"]
 
@@ -43,7 +43,7 @@ class Frame:
 
     def give(self, value: Any, role: str) -> None:
         """Gives tensors a role."""
-        for tensor in floating(value):
+        for tensor in floating_of_module(value):
             for part in plain_parts(tensor):
                 self.roles[place_of(part)] = role
                 self.kept.append(part)

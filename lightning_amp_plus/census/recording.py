@@ -22,6 +22,7 @@ from lightning_amp_plus.census.ops import (
     Op,
     elements_added,
     floating,
+    floating_of_module,
     is_wrapper,
     joined,
     op_of,
@@ -156,10 +157,10 @@ class Recorder(TorchDispatchMode):
         for role, (dtype, _) in frame.reads.items():
             if role != "buffer":
                 self.record.add(name, role, dtype)
-        arrived = floating(inputs)
+        arrived = floating_of_module(inputs)
         if "input" not in frame.reads and name in self._whole and arrived:
             self.record.add(name, "input", short(arrived[0].dtype))
-        returned = floating(output)
+        returned = floating_of_module(output)
         if returned:
             self.record.add(name, "output", short(returned[0].dtype))
 

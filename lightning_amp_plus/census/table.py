@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp_plus.census.census import COLUMNS
+from lightning_amp_plus.census.comparing import NOT_COMPARED
 from lightning_amp_plus.plan_table import cell
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ Rows = list[tuple[str, ...]]
 
 WIDEST = 60
 _FEW_NAMES = 4
-_NOT_COMPARED = ("", "-", "as given")
 
 
 def tables(census: Census) -> list[Rows]:
@@ -43,7 +43,7 @@ def _module(census: Census, name: str) -> tuple[str, ...]:
     cells = []
     for column in COLUMNS:
         found, promised = row.get(column, "-"), planned.get(column, "-")
-        differs = promised not in _NOT_COMPARED and found not in ("-", promised) and column != "accumulator"
+        differs = promised not in NOT_COMPARED and found not in ("-", promised) and column != "accumulator"
         cells.append(f"{found} ({promised})" if differs else found)
     return (cell(name) or "(model)", row.get("compute", "-"), *cells)
 

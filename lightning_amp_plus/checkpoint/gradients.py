@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_amp_plus.scaling.gradients import is_dtensor
+from lightning_amp_plus.local_parts import is_dtensor, local_part
 
 
 def gather_gradients(
@@ -25,7 +25,7 @@ def gather_gradients(
         wanted: Whether a parameter's gradient belongs to the window.
         device: Where the backend exchanges tensors.
     """
-    local = [(name, p.dtype, _local(p.grad) if p.grad is not None and wanted(p) else None) for name, p in named]
+    local = [(name, p.dtype, local_part(p.grad) if p.grad is not None and wanted(p) else None) for name, p in named]
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [{name: grad.detach().to("cpu", copy=True) for name, _, grad in local if grad is not None}]
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -63,14 +63,14 @@ def put_back(stored: Mapping[str, Tensor], named: Iterable[tuple[str, Tensor]]) 
         parameter = parameters.get(name)
         if parameter is None:
             raise ValueError(f"The checkpoint holds a gradient of {name!r}, which the model does not have.")
-        if _local(parameter).numel() != gradient.numel():
+        if local_part(parameter).numel() != gradient.numel():
             raise ValueError(
                 f"The checkpoint's gradient of {name!r} has {gradient.numel()} elements on this rank; the parameter has "
-                f"{_local(parameter).numel()}."
+                f"{local_part(parameter).numel()}."
             )
     for name, gradient in stored.items():
         target: Any = parameters[name]
-        inner = _local(target)
+        inner = local_part(target)
         local = gradient.to(inner.device, inner.dtype).reshape(inner.shape)
         if is_dtensor(target):
             from torch.distributed.tensor import DTensor
@@ -85,9 +85,3 @@ def put_back(stored: Mapping[str, Tensor], named: Iterable[tuple[str, Tensor]]) 
             )
         else:
             target.grad = local
-
-
-def _local(tensor: Tensor) -> Tensor:
-    local = getattr(tensor, "_local_tensor", tensor)
-    assert isinstance(local, Tensor)
-    return local

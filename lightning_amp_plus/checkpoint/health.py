@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp_plus.checkpoint.manifest import CHECKPOINT_KEY
+from lightning_amp_plus.local_parts import local_part
 from lightning_amp_plus.nested import named_tensors
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -19,7 +20,7 @@ def nonfinite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Names of the tensors that hold NaN or inf, in the order given; of a DTensor the local part is looked at."""
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, str, Tensor]]] = {}
     for index, (name, tensor) in enumerate(named):
-        local = getattr(tensor, "_local_tensor", tensor)
+        local = local_part(tensor)
         if local.dtype in _FLOATS and local.numel() and local.layout == torch.strided and not local.is_meta:
             groups.setdefault((local.device, local.dtype), []).append((index, name, local.detach()))
     bad: list[tuple[int, str]] = []

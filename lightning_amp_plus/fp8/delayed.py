@@ -166,7 +166,7 @@ def attach_histories(modules: Mapping[str, nn.Module], recipes: Mapping[str, Rec
     noted = {name: row for history in before for name, row in zip(history.names, history.noted(), strict=True)}
     by_recipe: dict[DelayedScaling, dict[int, str]] = {}
     for module in modules.values():
-        vars(module).pop(SLOT, None)
+        forget_history(module)
     for name, recipe in recipes.items():
         if isinstance(recipe, DelayedScaling):
             by_recipe.setdefault(recipe, {}).setdefault(id(modules[name]), name)  # a shared module has one history

@@ -21,12 +21,13 @@ from lightning_amp_plus.checkpoint.manifest import (
     StrategyEntry,
 )
 from lightning_amp_plus.integration.loops import data_entry
+from lightning_amp_plus.optimizers import real_optimizer
 from lightning_amp_plus.routed import base_class
 
 
 def sections_of(trainer: Any) -> dict[str, Any]:
     """The sections that the Trainer and its model fill."""
-    module, optimizers = trainer.lightning_module, [_inner(optimizer) for optimizer in trainer.optimizers]
+    module, optimizers = trainer.lightning_module, [real_optimizer(optimizer) for optimizer in trainer.optimizers]
     return {
         "hardware": hardware(trainer.strategy.root_device),
         "dtypes": dtypes_entry(module, optimizers),
@@ -37,10 +38,6 @@ def sections_of(trainer: Any) -> dict[str, Any]:
         "progress": progress_entry(trainer),
         "data": data_entry(trainer),
     }
-
-
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds the real one
 
 
 def strategy_entry(trainer: Any) -> StrategyEntry:

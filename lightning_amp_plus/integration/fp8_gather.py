@@ -8,8 +8,8 @@ from torch import nn
 
 from lightning_amp_plus.fp8.backends import torchao
 from lightning_amp_plus.fp8.recipes import GEMMS, CurrentScaling
+from lightning_amp_plus.local_parts import is_dtensor
 from lightning_amp_plus.routing import RoutePlan
-from lightning_amp_plus.scaling.gradients import is_dtensor
 
 
 def gather_in_fp8(model: nn.Module, plan: RoutePlan) -> list[str]:

@@ -19,6 +19,7 @@ from lightning_amp_plus.fp8.stability import WINDOW, Stability
 from lightning_amp_plus.journal import Journal
 from lightning_amp_plus.policy import PrecisionPolicy
 from lightning_amp_plus.step_report import StepReport
+from lightning_amp_plus.wide import wide_dtype
 from lightning_amp_plus.window import Window
 
 Number = float | Tensor
@@ -124,10 +125,10 @@ class Start:
         device = self._journal.device
         # Sums of FP32 numbers in FP64 are exact but for extremes, so they do not depend on the order of ranks, nor on
         # where a save has cut them.
-        total = torch.stack([loss.to(device, _wide(device)).mean() for loss in self._losses]).sum()
+        total = torch.stack([loss.to(device, wide_dtype(device)).mean() for loss in self._losses]).sum()
         weight: Number = 0.0
         for part in self._weights:
-            weight = weight + (part.to(device, _wide(device)) if isinstance(part, Tensor) else part)
+            weight = weight + (part.to(device, wide_dtype(device)) if isinstance(part, Tensor) else part)
         return total, weight
 
     def settle(self, with_open: bool = False) -> None:
@@ -161,7 +162,7 @@ class Start:
         host = [0.0 if isinstance(number, Tensor) else number for number in numbers]
         if not numbers or (consensus.world_size == 1 and not places):
             return iter(host)
-        flat = torch.tensor(host, dtype=_wide(device)).to(device)
+        flat = torch.tensor(host, dtype=wide_dtype(device)).to(device)
         if places:
             held = [n.detach().to(device, flat.dtype).reshape(()) for n in numbers if isinstance(n, Tensor)]
             flat[torch.tensor(places, device=device)] = torch.stack(held)
@@ -240,7 +241,3 @@ def _verdict_and_norm(report: StepReport) -> tuple[Number, ...]:
     found = values.found_inf if isinstance(values.found_inf, Tensor) else float(values.found_inf)
     norm = (0.0, 0.0) if values.grad_norm is None else (values.grad_norm, 1.0)
     return found, float(report.verdictless is None), *norm
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_amp_plus.casts import DTYPES
+from lightning_amp_plus.local_parts import is_dtensor
 from lightning_amp_plus.policy import PrecisionPolicy
 from lightning_amp_plus.routing import RoutePlan
 from lightning_amp_plus.scaling.consensus import Consensus
 from lightning_amp_plus.scaling.grad_norm import GradNorm, ShardedGradNorm
-from lightning_amp_plus.scaling.gradients import is_dtensor
 
 
 def grad_norm_of(module: nn.Module, consensus: Consensus, group_named: bool) -> GradNorm:

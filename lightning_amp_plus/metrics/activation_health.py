@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_amp_plus.formats import FORMATS
 from lightning_amp_plus.metrics.blocks import Blocks
+from lightning_amp_plus.wide import wide_dtype
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LARGEST = {**{format.dtype: format.max_finite for format in FORMATS}, torch.float64: torch.finfo(torch.float64).max}
@@ -125,7 +126,7 @@ def from_bits(bits: Bits, dtype: torch.dtype) -> Tensor:
         ``[rows, 3]``, FP64 where the device has it: the largest magnitude, NaN where there is one; the smallest but zero,
         infinity if there is no finite one; and the number of elements that are not finite.
     """
-    wide = torch.float32 if bits.largest.device.type == "mps" else torch.float64
+    wide = wide_dtype(bits.largest.device)
     smallest = bits.smallest.view(dtype).to(wide)
     smallest = torch.where(smallest > 0, smallest, math.inf)
     return torch.stack([bits.largest.view(dtype).to(wide), smallest, bits.not_finite.to(wide)], dim=1)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_amp_plus.local_parts import local_part
 from lightning_amp_plus.metrics import update_kernels as kernels
 from lightning_amp_plus.metrics.blocks import Blocks, Scratch
 from lightning_amp_plus.metrics.update_formulas import (
@@ -25,8 +26,8 @@ from lightning_amp_plus.metrics.update_formulas import (
     coefficients_of,
     formula,
     nesterov_is_in_the_gradients,
-    wide,
 )
+from lightning_amp_plus.wide import wide_dtype
 
 _EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 # Layouts kept, the newest: which parameters have gradients may change from step to step.
@@ -58,7 +59,9 @@ class Layout:
     def scales(self, device: torch.device) -> Tensor:
         """What sums over a share of the elements are multiplied by, ``[parameters, 1]``."""
         if device not in self._scales:
-            self._scales[device] = torch.tensor(self.blocks.scales, dtype=wide(device), device=device).unsqueeze(1)
+            self._scales[device] = torch.tensor(self.blocks.scales, dtype=wide_dtype(device), device=device).unsqueeze(
+                1
+            )
         return self._scales[device]
 
 
@@ -263,18 +266,16 @@ def _gradients(parameters: list[Tensor]) -> list[Tensor]:
 
 def plain_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself, complex numbers as pairs; shares its storage."""
-    if type(tensor) not in (Tensor, Parameter) and hasattr(tensor, "placements") and hasattr(tensor, "to_local"):
-        local: Any = tensor
-        tensor = local.to_local()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    local = local_part(tensor)
+    return torch.view_as_real(local) if local.is_complex() else local
 
 
 def _totals(layout: Layout, rows: list[Tensor], columns: int) -> Tensor:
     """What kernels found in rows, norms and counts, as sums of squares and counts by parameter."""
     if not rows:
         device = layout.parameters[0].device
-        return torch.zeros(len(layout.parameters), columns, dtype=wide(device), device=device)
-    norms = [row.to(wide(row.device)) for row in rows]
+        return torch.zeros(len(layout.parameters), columns, dtype=wide_dtype(device), device=device)
+    norms = [row.to(wide_dtype(row.device)) for row in rows]
     squared = [torch.cat([row[:, :2].square(), row[:, 2:]], 1) for row in norms]
     sums = layout.blocks.sum(squared)
     if any(scale != 1.0 for scale in layout.blocks.scales):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_amp_plus.wide import wide_dtype
+
 # Elements an op works on. On a CPU a larger sum in FP32 loses digits (8e-3 relative at 15M elements) and leaves the cache;
 # a GPU sums in trees, and pays for each launch.
 CPU_ELEMENTS, GPU_ELEMENTS = 2**18, 2**22
@@ -309,7 +311,7 @@ def _joined(rows: Sequence[Tensor]) -> Tensor | None:
     if not rows:
         return None
     device = rows[0].device
-    wide = torch.float32 if device.type == "mps" else torch.float64
+    wide = wide_dtype(device)
     return torch.cat([row.to(device, wide) for row in rows])
 
 

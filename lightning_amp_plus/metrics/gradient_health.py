@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_amp_plus.formats import FP16
 from lightning_amp_plus.metrics.blocks import Blocks
 from lightning_amp_plus.metrics.exponents import BINADES, count_exponents, magnitudes
+from lightning_amp_plus.wide import wide_dtype
 
 _SQUARES, _ZEROS, _CLIPPED, _BELOW, _NANS, _SAMPLED_ZEROS = range(6)
 _HISTOGRAM = slice(_SAMPLED_ZEROS + 1, _SAMPLED_ZEROS + 1 + BINADES)
@@ -172,9 +173,9 @@ def gradient_health(
     for matrix in blocks.of(gradients):
         exact.append(_exact(matrix, clip_value, scratch))
         samples.add(matrix, phase)
-    device = gradients[0].device if gradients else None
+    device = gradients[0].device if gradients else torch.device("cpu")
     if not exact:
-        empty = torch.zeros(len(gradients), COLUMNS, dtype=_wide(device), device=device)
+        empty = torch.zeros(len(gradients), COLUMNS, dtype=wide_dtype(device), device=device)
         return GradientSums(empty, empty[:, 0])
     largest, norm, zeros, *above = (_joined(column) for column in zip(*exact, strict=True))
     clipped = above[0] if above else torch.zeros_like(zeros)
@@ -253,7 +254,7 @@ class _Samples:
         magnitudes(together, out=found)
         below = torch.le(found, threshold, out=work).sum(1, keepdim=True)
         nans = torch.ne(found, found, out=work).sum(1, keepdim=True)
-        counts = torch.cat([below, nans, count_exponents(found)], dim=1).to(_wide(found.device))
+        counts = torch.cat([below, nans, count_exponents(found)], dim=1).to(wide_dtype(found.device))
         if factor != 1.0:
             counts *= factor
         parts = counts.split([sample.shape[0] for _, sample in samples])  # type: ignore[no-untyped-call]
@@ -263,11 +264,7 @@ class _Samples:
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     device = parts[0].device
-    return torch.cat([part.to(device) for part in parts]).to(_wide(device))
-
-
-def _wide(device: torch.device | None) -> torch.dtype:
-    return torch.float32 if device is not None and device.type == "mps" else torch.float64
+    return torch.cat([part.to(device) for part in parts]).to(wide_dtype(device))
 
 
 class GradientHealth(Metric):

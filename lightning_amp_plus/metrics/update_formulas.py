@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach
 
+from lightning_amp_plus.wide import wide_dtype
+
 KNOWN = (SGD, Adam, AdamW)
 # Below this, what is left of a parameter after decay is too small to tell from it what it was.
 _LEAST_LEFT = 1e-2
@@ -78,7 +80,7 @@ class GroupSettings:
         plain = [[0.0 if isinstance(value, Tensor) else float(value or 0.0) for value in row] for row in values]
         if self._last is None or self._last[0] != (device, plain):
             # Not torch.tensor(..., device=device), after which the host would wait for all that the device has to do.
-            self._last = ((device, plain), torch.tensor(plain, dtype=wide(device)).to(device, non_blocking=True))
+            self._last = ((device, plain), torch.tensor(plain, dtype=wide_dtype(device)).to(device, non_blocking=True))
         table = self._last[1]
         tensors = [(i, j, v) for i, row in enumerate(values) for j, v in enumerate(row) if isinstance(v, Tensor)]
         if tensors:
@@ -108,8 +110,3 @@ def coefficients_of(kind: str, settings: Tensor, steps: list[Tensor]) -> list[Te
         return [torch.zeros_like(rate), rate]
     r, s = decay * sign, rate / (1 - rate * decay)
     return [r, s] if kind == "gradient" else [momentum * sign, r, s]
-
-
-def wide(device: torch.device) -> torch.dtype:
-    """What sums are held in."""
-    return torch.float32 if device.type == "mps" else torch.float64

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_amp_plus.local_parts import is_dtensor, local_part
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -19,11 +20,6 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 def parameters_with_gradients(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters whose ``.grad`` is set, in the order of its groups."""
     return [p for p in parameters_of(optimizer) if p.grad is not None]
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor; asked without importing torch.distributed.tensor, which takes long."""
-    return type(tensor) is not Tensor and hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
 def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -50,14 +46,6 @@ def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
         if gradient.numel():
             gradients.append(gradient)
     return gradients
-
-
-@torch.no_grad()
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself; shares its storage."""
-    sharded: Any = tensor
-    local: Tensor = sharded.to_local() if is_dtensor(tensor) else tensor
-    return local
 
 
 def by_device_and_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

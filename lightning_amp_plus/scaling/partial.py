@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from lightning_amp_plus.scaling.gradients import is_dtensor
+from lightning_amp_plus.local_parts import is_dtensor
 
 
 @torch.no_grad()

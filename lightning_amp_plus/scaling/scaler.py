@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_amp_plus.optimizers import real_optimizer
 from lightning_amp_plus.scaling.loss_scale import LossScale, advance, to_fp32, usable
 
 
@@ -188,7 +189,7 @@ class LossScaler(torch.amp.GradScaler):
         """
         if self.unscaler is None:
             raise RuntimeError("scaler.unscale_(optimizer): this scaler belongs to no plugin that could run the step.")
-        self.unscaler(getattr(optimizer, "optimizer", optimizer))  # a LightningOptimizer holds the real one
+        self.unscaler(real_optimizer(optimizer))
 
     @override
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:

@@ -20,7 +20,7 @@ from lightning_amp_plus.callbacks.gradient_layers import OUTSIDE, OptimizerGradi
 from lightning_amp_plus.metrics.exponents import LOWEST
 from lightning_amp_plus.scaling.gradients import dense_gradients
 from tests.support.faults import INF, NAN
-from tests.support.models import TinyRegressor, adamw, fused_adamw, sgd
+from tests.support.models import TinyRegressor, Wrapping, adamw, fused_adamw, sgd
 from tests.support.training import amp_fp16, fit, loader, make_trainer, regression_batches, stock_fp16
 
 
@@ -181,6 +181,13 @@ class TwoOptimizers(TinyRegressor):
 
     def configure_optimizers(self) -> Any:
         return sgd(self.first.parameters()), sgd([self.first.bias, *self.second.parameters()])
+
+
+def test_the_gradients_of_an_optimizer_that_wraps_another_are_seen():
+    rows, truth, _ = look(TinyRegressor(Wrapping), AmpPrecision("32-true"))
+    assert len(rows.rows) == len(truth) == 4
+    for (_, row), gradients in zip(rows.rows, truth, strict=True):
+        agree(row, gradients)
 
 
 def test_several_optimizers_show_each_layer_once_and_the_norm_of_the_last():

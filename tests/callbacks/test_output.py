@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus import AmpPrecision, StepReport
-from lightning_amp_plus.callbacks import LossScaleMonitor
+from lightning_amp_plus.callbacks import ActivationMonitor, GradientMonitor, LossScaleMonitor, UpdateRatioMonitor
 from lightning_amp_plus.callbacks.layers import LayerHistory
 from lightning_amp_plus.callbacks.monitor import Monitor
 from lightning_amp_plus.callbacks.output import LayerTable, heat_map, layer_columns
@@ -90,6 +90,16 @@ def test_other_loggers_get_the_scalars_and_an_epoch_of_many_log_points_a_picture
     csv.save()
     assert "precision/parameter_amax/p0" in Path(csv.log_dir, "metrics.csv").read_text()
     assert [event.step for event in events(board.log_dir).Images("precision/largest")] == [19, 39]
+
+
+@pytest.mark.parametrize("kind", [ActivationMonitor, GradientMonitor, UpdateRatioMonitor])
+def test_every_monitor_of_layers_is_drawn_at_the_end_of_an_epoch(kind: type[Monitor], tmp_path: Path) -> None:
+    monitor, board = kind(1), TensorBoardLogger(tmp_path)
+    fit(TinyRegressor(), AmpPrecision("32-true"), logger=board, callbacks=[monitor], max_epochs=2)
+    histories = monitor.layer_histories()
+    assert histories
+    for history in histories:
+        assert [event.step for event in events(board.log_dir).Images(f"precision/{history.title}")] == [19, 39]
 
 
 def test_monitors_with_intervals_of_their_own_are_read_together_where_they_meet() -> None:

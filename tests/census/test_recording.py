@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,22 @@ def test_every_module_is_as_planned(policy, compute, stored):
     assert columns(census, "blocks.1.up", "input", "weight", "output") == (compute,) * 3
     assert columns(census, "blocks.1.up", "parameter", "gradient", "optimizer") == (stored,) * 3
     assert columns(census, "blocks.1.up", "accumulator", "reduction") == ("fp32 measured", "-")
+
+
+@dataclass
+class State:
+    x: Tensor
+
+
+class Stateful(Block):
+    def forward(self, state: Any) -> Any:
+        return State(super().forward(state.x))
+
+
+def test_what_modules_hand_on_in_a_dataclass_is_seen():
+    census = census_of(Model(Stateful, lambda block, x: block(State(x)).x))
+    assert columns(census, "blocks.0", "input", "output") == columns(census_of(Model()), "blocks.0", "input", "output")
+    assert "-" not in columns(census, "blocks.0", "input", "output")
 
 
 def test_operations_of_functions_are_listed_with_their_module_and_dtype():

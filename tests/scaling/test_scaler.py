@@ -13,12 +13,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_amp_plus.scaling.loss_scale import LossScale, to_fp32
 from lightning_amp_plus.scaling.scaler import LossScaler
 from lightning_amp_plus.step_report import StepReport, Values
+from tests.support.models import Wrapping
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -303,17 +305,14 @@ def test_step_by_hand_is_refused_and_names_the_call_to_use() -> None:
     assert parameter.tolist() == [1.0, 1.0]
 
 
-def test_unscale_reaches_the_real_optimizer_inside_a_wrapper() -> None:
-    class Wrapper:
-        def __init__(self, optimizer: Any) -> None:
-            self.optimizer = optimizer
-
+def test_unscale_reaches_the_optimizer_inside_lightnings_and_no_further() -> None:
     scaler, seen = make(), []
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
     scaler.unscaler = seen.append
-    scaler.unscale_(Wrapper(optimizer))  # type: ignore[arg-type]
-    scaler.unscale_(optimizer)
-    assert [one is optimizer for one in seen] == [True, True]
+    for optimizer in (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0), Wrapping([torch.ones(2)])):
+        scaler.unscale_(LightningOptimizer(optimizer))  # type: ignore[arg-type]
+        scaler.unscale_(optimizer)
+        assert [one is optimizer for one in seen] == [True, True]
+        seen.clear()
 
 
 def test_unscale_without_a_step_sequence_is_refused() -> None:

@@ -40,6 +40,14 @@ def fused_adamw(parameters: Iterable[Tensor]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, fused=True)
 
 
+class Wrapping(torch.optim.SGD):
+    """Holds another optimizer over its own parameters, as Lookahead and its like do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+
+
 class TinyRegressor(L.LightningModule):
     """Two linear layers on batches of ``(4 features, 1 target)``; its faults are numbered by micro-batch, from 0.
 
