@@ -184,11 +184,6 @@ class ActivationMonitor(Monitor):
             watch.end()
 
     @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Takes the hooks off where ``on_train_batch_start`` ended the epoch, after which no batch ends."""
-        self.after_batch(trainer, pl_module)
-
-    @override
     def measure(self) -> Sequence[Measurement]:
         """Reads parameters, and adds up."""
         assert self._sightings is not None and self._parameters is not None

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_amp_plus.callbacks.layers import LayerHistory
 
 _TABLE_ROWS = 30  # layers in the table at the end; a screen
+_NUMBER = 8  # letters of the longest number in it, 1.23e-05
 _NAMED_ROWS = 60  # layers whose names can still be read beside a picture
 
 # Charts of TensorBoard's dashboard: title, and the tags that share it, as regular expressions that match from the start.
@@ -125,14 +126,16 @@ def layer_table(columns: Mapping[str, Mapping[str, float]]) -> Any:
     Args:
         columns: Title of each column, and its numbers by layer.
     """
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     names = list(dict.fromkeys(name for numbers in columns.values() for name in numbers))
     shown = _extremes(names, columns) if len(names) > _TABLE_ROWS else set(names)
-    table = Table(title="Last log point")
+    # Six columns have to leave room for names in a terminal of 80 letters; titles on two lines and no frame do.
+    table = Table(title="Last log point", box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("layer", overflow="fold")
     for title in columns:
-        table.add_column(title, justify="right", no_wrap=True)
+        table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True, min_width=_NUMBER)
     for name in names:
         if name in shown:
             table.add_row(name, *(_number(numbers.get(name)) for numbers in columns.values()))

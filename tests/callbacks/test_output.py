@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 from torch import Tensor
@@ -17,10 +19,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus import AmpPrecision, StepReport
-from lightning_amp_plus.callbacks import LossScaleMonitor
+from lightning_amp_plus.callbacks import ActivationMonitor, LossScaleMonitor
 from lightning_amp_plus.callbacks.layers import LayerHistory
 from lightning_amp_plus.callbacks.monitor import Monitor
-from lightning_amp_plus.callbacks.output import heat_map, layer_table
+from lightning_amp_plus.callbacks.output import _COLUMNS, heat_map, layer_table
 from lightning_amp_plus.callbacks.readout import Measurement
 from tests.support.models import TinyRegressor
 from tests.support.training import fit
@@ -91,6 +93,19 @@ def test_other_loggers_get_the_scalars_and_an_epoch_of_many_log_points_a_picture
     assert [event.step for event in events(board.log_dir).Images("precision/largest")] == [19, 39]
 
 
+def test_a_monitor_that_takes_hooks_off_draws_at_the_end_of_an_epoch_too(tmp_path: Path) -> None:
+    board = TensorBoardLogger(tmp_path)
+    fit(
+        TinyRegressor(),
+        AmpPrecision("32-true"),
+        logger=board,
+        callbacks=[ActivationMonitor(1, modules="*")],
+        max_epochs=2,
+    )
+    title = "precision/Headroom of activations (bits)"
+    assert [event.step for event in events(board.log_dir).Images(title)] == [19, 39]
+
+
 def test_monitors_with_intervals_of_their_own_are_read_together_where_they_meet() -> None:
     often, seldom = Largest(2), Largest(6)
     fit(TinyRegressor(), AmpPrecision("32-true"), callbacks=[often, seldom])
@@ -123,3 +138,12 @@ def test_of_many_layers_the_table_shows_the_ends_of_each_column() -> None:
     assert {"layer0", "layer99"} <= set(names) and len(names) <= 30 and "of 100 layers" in table.caption
     assert names == sorted(names, key=lambda name: int(name.removeprefix("layer")))
     assert layer_table({"x": {"a": 0.5, "b": math.nan}}).row_count == 2
+
+
+def test_names_and_numbers_of_the_table_can_be_read_in_a_narrow_terminal() -> None:
+    names = [f"net.blocks.{block}.attention.out_proj" for block in range(3)]
+    console = Console(width=80, file=io.StringIO())
+    console.print(layer_table({title: dict.fromkeys(names, 1.234e-05) for title in _COLUMNS}))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.count("1.23e-05") == len(names) * len(_COLUMNS)
+    assert "".join(line[:22].strip() for line in shown.splitlines()).endswith("".join(names)), shown
