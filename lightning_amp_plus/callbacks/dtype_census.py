@@ -132,7 +132,7 @@ class DtypeCensus(Monitor):
             self._wanted, self._fp8_off = True, []  # FP8 has begun
         self.looking = self._wanted and (not pl_module.automatic_optimization or closes_window(trainer))
         if self.looking:
-            self.before_batch(trainer, pl_module)
+            self.look(trainer, pl_module)
 
     @override
     def before_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
 from lightning_amp_plus import AmpPrecision, LossScale
-from lightning_amp_plus.callbacks import ActivationMonitor, precision_callbacks
+from lightning_amp_plus.callbacks import ActivationMonitor, DtypeCensus, precision_callbacks
 from tests.support.faults import INF, INF_LOSS
 from tests.support.models import MakeOptimizer, TinyRegressor, adamw, fused_adamw, sgd_momentum
 from tests.support.training import WeightTrace, loader, make_trainer, regression_batches, same
@@ -115,6 +115,19 @@ def test_an_exception_ends_it_and_the_next_fit_works(callback, tmp_path):
     assert plugin.open == []
     make_trainer(plugin, callbacks=[callback]).fit(TinyRegressor(fused_adamw), DATA)
     assert plugin.history.applied == 3 + 8
+
+
+def test_optimizers_made_anew_while_training_are_watched(callback):
+    class NewOptimizers(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.optimizers = [adamw(pl_module.parameters())]
+
+    plugin = plugin_for("32-true")
+    trainer = make_trainer(plugin, callbacks=[NewOptimizers(), callback], max_epochs=2)
+    trainer.fit(TinyRegressor(sgd_momentum), DATA)
+    assert plugin.history.applied == 16  # a StopIteration in a hook would end the fit without a word
+    assert getattr(getattr(callback, "last", None), "step", 14) == (0 if type(callback) is DtypeCensus else 14)
 
 
 def copies(callback: L.Callback) -> list[L.Callback]:

@@ -274,6 +274,28 @@ def test_groups_added_while_training_join() -> None:
         assert [RATIO + added in row for _, row in rows.rows] == [False, False, True, True]
 
 
+def test_a_layer_that_takes_the_place_of_another_joins(recwarn: Any) -> None:
+    class NewHead(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                pl_module.second = torch.nn.Sequential(torch.nn.Linear(8, 1))
+                trainer.optimizers[0].add_param_group({"params": list(pl_module.second.parameters())})
+
+    rows, monitor = Rows(), UpdateRatioMonitor(1)
+    callbacks = [NewHead(), monitor]
+    fit(
+        TinyRegressor(adamw),
+        AmpPrecision("32-true"),
+        regression_batches(2),
+        max_epochs=2,
+        logger=rows,
+        callbacks=callbacks,
+    )
+    assert [RATIO + "second.0" in row for _, row in rows.rows] == [False, False, True, True]
+    assert monitor.last is not None and not monitor.last.at_zero
+    assert not [w for w in recwarn if "did not learn" in str(w.message)]
+
+
 # ---------------------------------------------------------------- what it costs
 
 
