@@ -40,9 +40,10 @@ class ParameterAmax:
     @torch.no_grad()
     def measure(self) -> Tensor:
         """``[layers, 1]``, of which the largest over ranks counts; 0 where this rank holds nothing of a layer."""
-        found = [module._parameters.get(name) for module, name in self._places]
+        held = [(module._parameters, name) for module, name in self._places]
+        found = [of[name] for of, name in held if name in of]  # a ScriptModule's have no .get()
         tensors: list[Tensor] = [parameter for parameter in found if type(parameter) is nn.Parameter]
-        if len(tensors) != len(found) or not LARGEST.keys() >= {tensor.dtype for tensor in tensors}:
+        if len(tensors) != len(held) or not LARGEST.keys() >= {tensor.dtype for tensor in tensors}:
             tensors = [_floats(getattr(module, name)) for module, name in self._places]
         sizes = [(tensor.numel(), tensor.dtype) for tensor in tensors]
         if self._blocks is None or sizes != self._made_for:
