@@ -188,7 +188,8 @@ def test_training_is_the_same_and_a_log_point_costs_one_collective(
     ):
         assert all(torch.equal(with_it["weights"][name], value) for name, value in without["weights"].items())
         more = {name: count - without["counts"].get(name, 0) for name, count in with_it["counts"].items()}
-        assert {name: count for name, count in more.items() if count} == {"allgather_": 1}
+        # The other one is at the start of the fit: whether ranks have the same layers.
+        assert {name: count for name, count in more.items() if count} == {"allgather_": 1 + 1}
 
 
 def test_what_one_rank_alone_saw_is_known_on_all(ranks: list[dict[str, Any]]) -> None:
