@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_amp_plus.autocast_probe import AS_GIVEN
 from lightning_amp_plus.callbacks.monitor import Monitor, batches_that_stepped
+from lightning_amp_plus.callbacks.watched import closed
 from lightning_amp_plus.census.across_ranks import ranks_that_differ
 from lightning_amp_plus.census.census import Census
 from lightning_amp_plus.census.comparing import (
@@ -32,7 +33,7 @@ from lightning_amp_plus.integration.sharding import fsdp2_units, is_fsdp1
 from lightning_amp_plus.integration.windows import closes_window
 from lightning_amp_plus.naming import ModelNames
 from lightning_amp_plus.precision import AmpPrecision
-from lightning_amp_plus.routed import FP8_SWITCH, base_class
+from lightning_amp_plus.routed import FP8_SWITCH
 
 _MOST_TRIES = 8  # windows skipped in a row, as while a loss scale finds its level
 _SAID_CHANGES = 10
@@ -132,7 +133,7 @@ class DtypeCensus(Monitor):
             self._wanted, self._fp8_off = True, []  # FP8 has begun
         self.looking = self._wanted and (not pl_module.automatic_optimization or closes_window(trainer))
         if self.looking:
-            self.before_batch(trainer, pl_module)
+            self.look(trainer, pl_module)
 
     @override
     def before_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -293,8 +294,7 @@ def _compiled_parts(model: nn.Module, names: ModelNames) -> list[str]:
         return list(names.module)
     hidden: set[int] = set()
     for module in model.modules():
-        compiled = module._compiled_call_impl is not None or base_class(module).__name__ == "OptimizedModule"
-        if compiled:
+        if closed(module):
             hidden |= {id(part) for part in module.modules()}
     return [name for name, module in names.module.items() if id(module) in hidden]
 

@@ -18,6 +18,7 @@ from lightning_amp_plus.callbacks.gradient_layers import (
     OUTSIDE,
     LayerSums,
     OptimizerGradients,
+    ids_held,
     layer_of_each,
     names_on_all_ranks,
 )
@@ -138,7 +139,9 @@ class GradientMonitor(Monitor):
     def forget_run(self) -> None:
         """See :class:`Monitor`."""
         super().forget_run()
+        self._module: pl.LightningModule | None = None
         self._names: list[str] = []
+        self._parameters: tuple[int, ...] = ()
         self._readers: dict[int, OptimizerGradients] = {}
         self._shared: set[int] = set()
         self._seen: dict[int, LayerSums | None] = {}
@@ -156,19 +159,11 @@ class GradientMonitor(Monitor):
     def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Learns which layers there are, whichever rank holds them."""
         assert self.plugin is not None
-        layer_of = layer_of_each(pl_module)
-        optimized: dict[int, int] = {}
-        for number, optimizer in enumerate(self.optimizers):
-            for parameter in parameters_of(optimizer):
-                if optimized.setdefault(id(parameter), number) != number:
-                    self._shared.add(id(parameter))
-        found = [name for key, name in layer_of.items() if key in optimized]
-        outside = [OUTSIDE] if optimized.keys() - layer_of.keys() else []
-        self._names = names_on_all_ranks(list(dict.fromkeys([*found, *outside])), self.plugin.consensus)
-        self._readers = {
-            id(optimizer): OptimizerGradients(optimizer, layer_of, self._names, self.plugin.holders)
-            for optimizer in self.optimizers
-        }
+        self._module = pl_module
+        # Frozen ones too: what is unfrozen in mid-training finds its row on every rank without another exchange.
+        layers = list(dict.fromkeys(layer_of_each(pl_module).values()))
+        self._names = [*names_on_all_ranks(layers, self.plugin.consensus), OUTSIDE]
+        self._learn_parameters()
         self._histories = _histories()
         self._norm_keys = [f"precision/grad_norm/{name}" for name in self._names]
         self._zero_keys = [f"precision/zero_grad_fraction/{name}" for name in self._names]
@@ -177,10 +172,28 @@ class GradientMonitor(Monitor):
             by_value = str(getattr(trainer.gradient_clip_algorithm, "value", "norm")) == "value"
             self._clip = (float(trainer.gradient_clip_val), by_value)
 
+    def _learn_parameters(self) -> None:
+        """Which parameters the optimizers hold, and in which layers these are."""
+        assert self.plugin is not None and self._module is not None
+        self._parameters = ids_held(self.optimizers)
+        layer_of = layer_of_each(self._module)
+        optimized: dict[int, int] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            for parameter in parameters_of(optimizer):
+                if optimized.setdefault(id(parameter), number) != number:
+                    self._shared.add(id(parameter))
+        self._readers = {
+            id(optimizer): OptimizerGradients(optimizer, layer_of, self._names, self.plugin.holders)
+            for optimizer in self.optimizers
+        }
+        self._seen = {key: sums for key, sums in self._seen.items() if key in self._readers}
+
     @override
     def see_gradients(self, optimizer: Optimizer) -> None:
         """Looks at them; what is found stays on the device."""
         assert self.plugin is not None
+        if self._parameters != ids_held(self.optimizers):  # as after BaseFinetuning has unfrozen some
+            self._learn_parameters()
         reader = self._readers.get(id(optimizer))
         if reader is None:
             return
@@ -252,12 +265,13 @@ class GradientMonitor(Monitor):
         if not counts[-1]:
             return {}
         kept = [row for row, number in enumerate(counts[:-1]) if number]
-        every = len(kept) == len(self._names)
+        first = len(kept)
+        every = kept[-1] == first - 1  # all that there are at the beginning; the last row is seldom used
 
         def of(values: Sequence[Any]) -> Sequence[Any]:
-            return values[:-1] if every else [values[row] for row in kept]
+            return values[:first] if every else [values[row] for row in kept]
 
-        names = self._names if every else [self._names[row] for row in kept]
+        names = of(self._names)
         step_of_fp16 = FP16.min_exponent - FP16.fraction_bits
         finest = step_of_fp16 + exponent
         highest = max(finest, step_of_fp16) if self._unscaled_in_fp16() else finest
@@ -288,12 +302,12 @@ class GradientMonitor(Monitor):
             window=window,
             unfit=unfit,
             histogram=histogram[-1],
-            histograms=histogram[:-1] if every else histogram[kept],
+            histograms=histogram[:first] if every else histogram[kept],
         )
         self._keep(reading)
         self._warn(reading)
-        values = dict(zip(self._norm_keys if every else [self._norm_keys[row] for row in kept], of(norms), strict=True))
-        values.update(zip(self._zero_keys if every else [self._zero_keys[row] for row in kept], of(zeros), strict=True))
+        values = dict(zip(of(self._norm_keys), of(norms), strict=True))
+        values.update(zip(of(self._zero_keys), of(zeros), strict=True))
         values["precision/fp16_underflow_fraction"] = below[-1]
         values["precision/nonfinite_gradients"] = nans[-1] + infs[-1]
         values["precision/grad_norm"] = reading.norm

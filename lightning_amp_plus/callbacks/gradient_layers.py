@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,11 @@ def layer_of_each(module: nn.Module) -> dict[int, str]:
         cleaned = clean_name(name)
         found[id(parameter)] = cleaned.rpartition(".")[0] or cleaned
     return found
+
+
+def ids_held(optimizers: Iterable[Optimizer]) -> tuple[int, ...]:
+    """The optimizers and what they hold, to notice that it is not what it was."""
+    return tuple([id(held) for optimizer in optimizers for held in (optimizer, *parameters_of(optimizer))])
 
 
 def names_on_all_ranks(names: Sequence[str], consensus: Consensus) -> list[str]:
@@ -75,7 +80,7 @@ class OptimizerGradients:
     Args:
         optimizer: Whose.
         layer_of: The layer of each parameter, by its id.
-        names: All layers, the rows of what is returned.
+        names: All layers, the rows of what is returned, ``OUTSIDE`` among them.
         holders: Number of ranks that hold the same elements of a parameter.
     """
 
@@ -88,7 +93,9 @@ class OptimizerGradients:
     ) -> None:
         self.parameters = list({id(p): p for p in parameters_of(optimizer)}.values())
         rows = {name: row for row, name in enumerate(names)}
-        self._rows = [rows[layer_of.get(id(p), OUTSIDE)] for p in self.parameters]
+        # A module that came in mid-training may have a name that nobody had when ranks agreed on rows.
+        layers = [layer_of.get(id(p), OUTSIDE) for p in self.parameters]
+        self._rows = [rows[layer if layer in rows else OUTSIDE] for layer in layers]
         self._layers = len(names)
         self._holders = holders
         self._layouts: dict[tuple[Any, ...], _Layout] = {}

@@ -238,7 +238,12 @@ class Monitor(pl.Callback):
         self.closed = False
         self.looking = (batches_that_stepped(trainer) + 1) % self._every == 0
         if self.looking:
-            self.before_batch(trainer, pl_module)
+            self.look(trainer, pl_module)
+
+    def look(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begins to look at a micro-batch, with the optimizers as they are by now: callbacks may have made new ones."""
+        self.optimizers = list(trainer.optimizers)
+        self.before_batch(trainer, pl_module)
 
     @override
     def on_before_optimizer_step(

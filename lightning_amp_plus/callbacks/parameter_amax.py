@@ -41,10 +41,11 @@ class ParameterAmax:
     @torch.no_grad()
     def measure(self) -> Tensor:
         """``[layers, 1]``, of which the largest over ranks counts; 0 where this rank holds nothing of a layer."""
-        found = [module._parameters.get(name) for module, name in self._places]
+        held = [(module._parameters, name) for module, name in self._places]
+        found = [of[name] for of, name in held if name in of]  # a ScriptModule's have no .get()
         tensors: list[Tensor] = [parameter for parameter in found if type(parameter) is nn.Parameter]
-        if len(tensors) != len(found) or not LARGEST.keys() >= {tensor.dtype for tensor in tensors}:
-            tensors = [_floats(getattr(module, name)) for module, name in self._places]
+        if len(tensors) != len(held) or not LARGEST.keys() >= {tensor.dtype for tensor in tensors}:
+            tensors = [_floats(getattr(module, name, None)) for module, name in self._places]
         sizes = [(tensor.numel(), tensor.dtype) for tensor in tensors]
         if self._blocks is None or sizes != self._made_for:
             self._blocks, self._made_for = Blocks(tensors), sizes
@@ -61,9 +62,9 @@ def _amax(matrix: Tensor) -> Tensor:
     return magnitude_bits(matrix).amax(1, keepdim=True).view(matrix.dtype)
 
 
-def _floats(parameter: Tensor) -> Tensor:
+def _floats(parameter: Tensor | None) -> Tensor:
     """What to look at of a parameter: its local part, complex numbers as pairs; nothing of one without a float format."""
-    if torch.nn.parameter.is_lazy(parameter):
+    if parameter is None or torch.nn.parameter.is_lazy(parameter):
         return torch.empty(0)
     local = local_part(parameter)
     if local.is_complex():

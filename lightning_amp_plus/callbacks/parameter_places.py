@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_amp_plus.callbacks.gradient_layers import ids_held
 from lightning_amp_plus.naming import clean_name
 
 Per = Literal["layer", "parameter", "group"]
@@ -30,17 +31,21 @@ class Places:
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], per: Per) -> None:
         self.optimizers = optimizers
-        self._per = per
+        self._module, self._per = module, per
+        self._read()
+
+    def _read(self) -> None:
         self._row_of: dict[int, int] = {}
         self.names: list[str] = []
         self._in_row: list[list[Tensor]] = []
-        if per == "group":
+        self._ids = ids_held(self.optimizers)
+        if self._per == "group":
             self._add_groups()
             return
         rows: dict[str, int] = {}
-        for qualified, parameter in module.named_parameters():
+        for qualified, parameter in self._module.named_parameters():
             name = clean_name(qualified)
-            if per == "layer":
+            if self._per == "layer":
                 name = name.rpartition(".")[0] or ROOT
             row = rows.setdefault(name, len(rows))
             if row == len(self.names):
@@ -50,24 +55,19 @@ class Places:
             self._in_row[row].append(parameter)
 
     def _add_groups(self) -> None:
-        self._row_of, self.names, self._in_row = {}, [], []
         for number, optimizer in enumerate(self.optimizers):
             for index, group in enumerate(optimizer.param_groups):
                 name = str(group.get("name", f"group_{index}"))
                 self.names.append(name if len(self.optimizers) == 1 else f"optimizer_{number}/{name}")
-                self._in_row.append(group["params"])
+                self._in_row.append(list(group["params"]))
                 for parameter in group["params"]:
                     self._row_of[id(parameter)] = len(self.names) - 1
-        self._sizes = self._signature()
-
-    def _signature(self) -> tuple[int, ...]:
-        return tuple(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def refresh(self) -> bool:
-        """Takes groups that were added while training; says whether there were any."""
-        if self._per != "group" or self._signature() == self._sizes:
+        """Takes parameters that optimizers were given while training; says whether there were any."""
+        if ids_held(self.optimizers) == self._ids:
             return False
-        self._add_groups()
+        self._read()
         return True
 
     def index(self, parameters: Iterable[Tensor], device: torch.device) -> Tensor:

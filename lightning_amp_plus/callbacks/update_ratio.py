@@ -160,27 +160,38 @@ class UpdateRatioMonitor(Monitor):
     @override
     def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Finds out which number each parameter belongs to."""
+        self._bind(pl_module)
+        self._device = trainer.strategy.root_device
+
+    def _bind(self, pl_module: pl.LightningModule) -> None:
         self._places = Places(pl_module, self.optimizers, self.per)
         one_in = round(1 / self.sample)
         self._updates = [AppliedUpdate(optimizer, one_in, self.compile) for optimizer in self.optimizers]
-        self._device = trainer.strategy.root_device
 
     @override
     def before_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Takes note of parameter groups that were added meanwhile."""
-        if self._places is not None and self._places.refresh():
+        """Takes note of parameters that optimizers were given meanwhile."""
+        assert self._places is not None
+        if [*map(id, self.optimizers)] != [id(update.optimizer) for update in self._updates]:
+            self._bind(pl_module)
+            self._at.clear()
+        elif self._places.refresh():
             self._at.clear()
 
     @override
     def see_gradients(self, optimizer: Optimizer) -> None:
         """The last moment before the step: what has to be copied is copied."""
-        self._of(optimizer).before_step()
+        update = self._of(optimizer)
+        if update is not None:
+            update.before_step()
 
     @override
     def see_step(self, report: StepReport, optimizer: Optimizer) -> None:
         """Measures what the step did; whether it was applied, the device may be the only one to know."""
         found_inf, update = report.values.found_inf, self._of(optimizer)
         self._found.pop(report.optimizer, None)
+        if update is None:
+            return
         if report.verdictless is not None or found_inf is True:
             update.forget()
             return
@@ -194,8 +205,9 @@ class UpdateRatioMonitor(Monitor):
         for update in self._updates:
             update.forget()
 
-    def _of(self, optimizer: Optimizer) -> AppliedUpdate:
-        return next(update for update in self._updates if update.optimizer is optimizer)
+    def _of(self, optimizer: Optimizer) -> AppliedUpdate | None:
+        """``None`` for one that came in the middle of a batch. A StopIteration would end the fit."""
+        return next((update for update in self._updates if update.optimizer is optimizer), None)
 
     def _rows(self, part: Found, found_inf: bool | Tensor) -> Tensor:
         """By parameter, all columns; zero where the step was skipped."""

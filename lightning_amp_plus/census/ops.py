@@ -14,6 +14,7 @@ from lightning_amp_plus.casts import dtype_name
 from lightning_amp_plus.formats import FORMATS
 from lightning_amp_plus.nested import named_tensors
 
+_NO_TENSORS = (int, float, str, type(None), torch.dtype, torch.device)  # the usual rest of an operator's arguments
 _NAMES = {known.dtype: known.name.lower() for known in FORMATS}
 
 _GEMM = {
@@ -129,9 +130,14 @@ def tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors(item)
-    elif isinstance(value, dict):
-        yield from tensors(tuple(value.values()))
+            if isinstance(item, Tensor):
+                yield item
+            elif not isinstance(item, _NO_TENSORS):
+                for _, tensor in named_tensors(item, "", (id(value),)):
+                    yield tensor
+    elif not isinstance(value, _NO_TENSORS):  # what modules take and return
+        for _, tensor in named_tensors(value, ""):
+            yield tensor
 
 
 def floating(value: Any) -> list[Tensor]:

@@ -110,7 +110,7 @@ class Places:
         return handles
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling():  # in a function of the user's: nothing of this may get into its graph
+        if _out_of_sight():
             return
         frame = Frame(self._names[id(module)], torch._C._current_graph_task_id())
         for parameter in module._parameters.values():
@@ -124,7 +124,7 @@ class Places:
         self._mark(frame.task)
 
     def _exit(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if _out_of_sight():
             return
         name = self._names[id(module)]
         if not any(frame.name == name for frame in self.stack):
@@ -182,6 +182,11 @@ class Places:
                 if numbers[0] <= number < numbers[-1]:
                     return Place(_at(numbers, names, number), "backward")
         return Place(_at(*self._marks[_NO_TASK], number), "backward")
+
+
+def _out_of_sight() -> bool:
+    """Whether a compiler traces a function of the user's, or ``torch.func`` transforms it, whose tensors have no memory."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _at(numbers: list[int], names: list[str], number: int) -> str:

@@ -20,6 +20,7 @@ regularization", 2019, algorithm 2). ``maximize`` changes the sign of the gradie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,18 +77,30 @@ class GroupSettings:
         groups = self._optimizer.param_groups
         values = [[group.get(name, 0.0) for name in _SETTINGS] for group in groups]
         for row, group in zip(values, groups, strict=True):
-            row += [*group.get("betas", (0.0, 0.0)), -1.0 if group.get("maximize") else 1.0]
-        plain = [[0.0 if isinstance(value, Tensor) else float(value or 0.0) for value in row] for row in values]
+            betas = group["betas"] if type(self._optimizer) in KNOWN and "betas" in group else (0.0, 0.0)
+            row += [*betas, -1.0 if group.get("maximize") else 1.0]
+        plain = [[_plain(value) for value in row] for row in values]
         if self._last is None or self._last[0] != (device, plain):
             # Not torch.tensor(..., device=device), after which the host would wait for all that the device has to do.
             self._last = ((device, plain), torch.tensor(plain, dtype=wide_dtype(device)).to(device, non_blocking=True))
         table = self._last[1]
-        tensors = [(i, j, v) for i, row in enumerate(values) for j, v in enumerate(row) if isinstance(v, Tensor)]
+        tensors = [(i, j, v) for i, row in enumerate(values) for j, v in enumerate(row) if _is_scalar(v)]
         if tensors:
             table = table.clone()
             for i, j, value in tensors:
                 table[i, j] = value.detach().reshape(()).to(device, table.dtype)
         return table
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _plain(value: Any) -> float:
+    """A setting, if it is a number: Adafactor's eps are two, and elsewhere a rate of None is found by the step."""
+    if isinstance(value, int | float):
+        return float(value)
+    return 0.0 if _is_scalar(value) else math.nan
 
 
 def coefficients_of(kind: str, settings: Tensor, steps: list[Tensor]) -> list[Tensor]:

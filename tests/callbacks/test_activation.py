@@ -351,6 +351,17 @@ def test_parameters_of_any_kind() -> None:
     assert monitor.last["net.lazy"].parameter_amax == 0.0
 
 
+def test_a_parameter_that_goes_while_training_is_read_no_more() -> None:
+    class Drops(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                pl_module.net[0].bias = None
+
+    model, monitor = Model(mlp(), sgd), ActivationMonitor(every_n_steps=1)
+    fit(model, AmpPrecision("32-true"), regression_batches(2), callbacks=[Drops(), monitor])
+    assert monitor.last["net.0"].parameter_amax == pytest.approx(float(model.net[0].weight.detach().abs().max()))
+
+
 # ---------------------------------------------------------------- what is logged
 
 

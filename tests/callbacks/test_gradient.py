@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -198,6 +199,42 @@ def test_several_optimizers_show_each_layer_once_and_the_norm_of_the_last():
         last = torch.cat(list((second[0] if second else first).values()))
         assert row["precision/grad_norm"] == pytest.approx(float(last.norm()), rel=1e-5)
         assert ("precision/grad_norm/second" in row) == bool(second)
+
+
+class Thaw(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.first)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.first, optimizer)
+
+
+class NewHead(L.Callback):
+    """Gives the model another last layer, and one of a new name, in the second epoch."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.second = nn.Sequential(nn.Linear(8, 1))
+            trainer.optimizers[0].add_param_group({"params": list(pl_module.second.parameters())})
+
+
+@pytest.mark.parametrize("policy", ["16-mixed", "32-true"])
+def test_layers_that_are_unfrozen_while_training_join(policy):
+    plugin = amp_fp16() if policy == "16-mixed" else AmpPrecision(policy)
+    rows, truth, _ = look(TinyRegressor(), plugin, callbacks=[Thaw()], batches=regression_batches(2), max_epochs=2)
+    assert [set(gradients) for gradients in truth] == [{"second"}] * 2 + [{"first", "second"}] * 2
+    for (_, row), gradients in zip(rows.rows, truth, strict=True):
+        agree(row, gradients, plugin.scaler.get_scale() if plugin.scaler else 1.0)
+
+
+def test_a_layer_of_a_name_that_was_not_there_counts_in_the_norm():
+    _, truth, monitor = look(
+        TinyRegressor(), AmpPrecision("32-true"), callbacks=[NewHead()], batches=regression_batches(2), max_epochs=2
+    )
+    assert set(truth[-1]) == {"first", "second.0"}
+    assert monitor.last is not None and set(monitor.last.norms) == {"first", OUTSIDE}
+    assert monitor.last.norm == pytest.approx(float(torch.cat(list(truth[-1].values())).norm()), rel=1e-5)
 
 
 def test_parameters_of_nobody_count_in_the_norm():

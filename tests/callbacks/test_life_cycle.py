@@ -11,13 +11,13 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_amp_plus import AmpPrecision, LossScale
-from lightning_amp_plus.callbacks import ActivationMonitor, precision_callbacks
+from lightning_amp_plus.callbacks import ActivationMonitor, DtypeCensus, precision_callbacks
 from tests.support.faults import INF, INF_LOSS
 from tests.support.models import MakeOptimizer, TinyRegressor, adamw, fused_adamw, sgd_momentum
-from tests.support.training import WeightTrace, loader, make_trainer, regression_batches, same
+from tests.support.training import WeightTrace, loader, make_trainer, regression_batches, same, weights
 
 
 def every_callback(every_n_steps: int | None = None) -> dict[str, L.Callback]:
@@ -115,6 +115,64 @@ def test_an_exception_ends_it_and_the_next_fit_works(callback, tmp_path):
     assert plugin.open == []
     make_trainer(plugin, callbacks=[callback]).fit(TinyRegressor(fused_adamw), DATA)
     assert plugin.history.applied == 3 + 8
+
+
+def test_optimizers_made_anew_while_training_are_watched(callback):
+    class NewOptimizers(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                trainer.optimizers = [adamw(pl_module.parameters())]
+
+    plugin = plugin_for("32-true")
+    trainer = make_trainer(plugin, callbacks=[NewOptimizers(), callback], max_epochs=2)
+    trainer.fit(TinyRegressor(sgd_momentum), DATA)
+    assert plugin.history.applied == 16  # a StopIteration in a hook would end the fit without a word
+    assert getattr(getattr(callback, "last", None), "step", 14) == (0 if type(callback) is DtypeCensus else 14)
+
+
+class HoldsItself(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = {"x": x}
+        found["all"] = [found]
+        return found
+
+
+class Transformed(nn.Module):
+    """Calls its layer under vmap, and under grad in a vmap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.vmap(torch.func.grad(lambda row: self.layer(row).float().sum()))(x)
+        return torch.func.vmap(self.layer)(x) + slope
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make_odd", [HoldsItself, Transformed, scripted])
+def test_odd_modules_train_to_the_same_bits(callback, make_odd):
+    class Odd(TinyRegressor):
+        def __init__(self) -> None:
+            super().__init__(adamw)
+            torch.manual_seed(1)
+            self.odd = make_odd()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            found = self.odd(batch[0])
+            return self.loss((found["x"] if isinstance(found, dict) else found, batch[1]))
+
+    def run(callbacks: list[L.Callback]) -> dict[str, Tensor]:
+        model = Odd()
+        make_trainer(plugin_for("bf16-mixed"), callbacks=callbacks).fit(model, DATA)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        return weights(model)
+
+    assert same(run([]), run([callback]))
 
 
 def copies(callback: L.Callback) -> list[L.Callback]:

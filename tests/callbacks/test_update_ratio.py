@@ -57,6 +57,25 @@ def rmsprop(parameters: Any) -> Any:
     return torch.optim.RMSprop(parameters, lr=0.01)
 
 
+def adafactor(parameters: Any) -> Any:
+    return torch.optim.Adafactor(parameters, lr=0.01)  # its eps are two numbers
+
+
+class ThreeBetas(torch.optim.SGD):
+    """As of other packages: three betas, and a learning rate that only the step knows."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0].update(betas=(0.9, 0.99, 0.999), lr=None)
+
+    def step(self, closure: Any = None) -> Any:
+        group = self.param_groups[0]
+        group["lr"] = 0.1
+        loss = super().step(closure)
+        group["lr"] = None
+        return loss
+
+
 def two_groups(parameters: Any) -> Any:
     first, *others = parameters
     return torch.optim.AdamW(
@@ -64,7 +83,7 @@ def two_groups(parameters: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("make", [sgd, sgd_momentum, adamw, fused_adamw, rmsprop, two_groups])
+@pytest.mark.parametrize("make", [sgd, sgd_momentum, adamw, fused_adamw, rmsprop, adafactor, ThreeBetas, two_groups])
 @pytest.mark.parametrize("policy", ["32-true", "bf16-mixed", "16-mixed"])
 def test_ratios_are_those_of_the_weights_before_and_after(make: Any, policy: str) -> None:
     plugin = AmpPrecision(policy, **({"loss_scale": LossScale(init=8.0)} if policy == "16-mixed" else {}))
@@ -272,6 +291,28 @@ def test_groups_added_while_training_join() -> None:
         fit(model, AmpPrecision("32-true"), regression_batches(2), max_epochs=2, logger=rows, callbacks=callbacks)
         added = "second" if per == "layer" else "group_1"
         assert [RATIO + added in row for _, row in rows.rows] == [False, False, True, True]
+
+
+def test_a_layer_that_takes_the_place_of_another_joins(recwarn: Any) -> None:
+    class NewHead(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            if trainer.current_epoch == 1:
+                pl_module.second = torch.nn.Sequential(torch.nn.Linear(8, 1))
+                trainer.optimizers[0].add_param_group({"params": list(pl_module.second.parameters())})
+
+    rows, monitor = Rows(), UpdateRatioMonitor(1)
+    callbacks = [NewHead(), monitor]
+    fit(
+        TinyRegressor(adamw),
+        AmpPrecision("32-true"),
+        regression_batches(2),
+        max_epochs=2,
+        logger=rows,
+        callbacks=callbacks,
+    )
+    assert [RATIO + "second.0" in row for _, row in rows.rows] == [False, False, True, True]
+    assert monitor.last is not None and not monitor.last.at_zero
+    assert not [w for w in recwarn if "did not learn" in str(w.message)]
 
 
 # ---------------------------------------------------------------- what it costs
