@@ -185,7 +185,7 @@ class Places:
 
 
 def _out_of_sight() -> bool:
-    """Whether a compiler traces a function of the user's, or ``torch.func`` transforms it, whose tensors have no memory."""
+    """Whether a compiler traces the user's function, or ``torch.func`` transforms it: such tensors have no memory."""
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
