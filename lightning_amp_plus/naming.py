@@ -6,6 +6,8 @@ from torch import nn
 
 from lightning_amp_plus.routed import is_metric
 
+ROOT = "(model)"  # what the model itself is called for people, whose name is empty
+
 # Segments that wrappers put into qualified names: torch.compile, FSDP1, activation checkpointing.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 

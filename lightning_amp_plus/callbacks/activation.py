@@ -17,10 +17,10 @@ from lightning_amp_plus.callbacks.layer_health import LayerHealth, Taken
 from lightning_amp_plus.callbacks.layers import LayerHistory
 from lightning_amp_plus.callbacks.monitor import Monitor, batches_that_stepped
 from lightning_amp_plus.callbacks.parameter_amax import ParameterAmax
-from lightning_amp_plus.callbacks.parameter_places import ROOT
 from lightning_amp_plus.callbacks.readout import Measurement
 from lightning_amp_plus.callbacks.sightings import Sightings
 from lightning_amp_plus.callbacks.watched import Watch, Watchable, watchable
+from lightning_amp_plus.naming import ROOT
 
 _HEADROOM = "headroom of activations (bits)"
 _PLENTY = 24.0  # bits, beyond which a picture need not tell layers apart: FP32's range would leave one color for FP16's

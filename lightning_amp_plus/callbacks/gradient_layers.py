@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_amp_plus.local_parts import local_part
 from lightning_amp_plus.metrics.blocks import Blocks, Rows
 from lightning_amp_plus.metrics.gradient_health import GradientSums, Scratch, gradient_health
-from lightning_amp_plus.naming import clean_name
+from lightning_amp_plus.naming import ROOT, clean_name
 from lightning_amp_plus.scaling.consensus import Consensus
 from lightning_amp_plus.scaling.gradients import parameters_of
 from lightning_amp_plus.wide import wide_dtype
@@ -25,13 +25,9 @@ OUTSIDE = "(outside the model)"
 def layer_of_each(module: nn.Module) -> dict[int, str]:
     """The layer of each parameter, by the parameter's id: the module that holds it, wrappers left out.
 
-    A tied parameter belongs to the first module that holds it, one of the LightningModule itself to itself.
+    A tied parameter belongs to the first module that holds it.
     """
-    found: dict[int, str] = {}
-    for name, parameter in module.named_parameters():
-        cleaned = clean_name(name)
-        found[id(parameter)] = cleaned.rpartition(".")[0] or cleaned
-    return found
+    return {id(parameter): clean_name(name).rpartition(".")[0] or ROOT for name, parameter in module.named_parameters()}
 
 
 def ids_held(optimizers: Iterable[Optimizer]) -> tuple[int, ...]:

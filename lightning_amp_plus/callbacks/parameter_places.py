@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_amp_plus.callbacks.gradient_layers import ids_held
-from lightning_amp_plus.naming import clean_name
+from lightning_amp_plus.naming import ROOT, clean_name
 
 Per = Literal["layer", "parameter", "group"]
-ROOT = "(model)"  # what the LightningModule itself is called, whose name is empty
 
 
 class Places:
