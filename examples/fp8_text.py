@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 from rich.table import Table
 from torch import Tensor, nn
-from train_text import ByteTransformer, StandardLibrary, console
+from train_text import ByteTransformer, StandardLibrary, console, quiet
 
 from lightning_amp_plus import AmpPrecision, PrecisionPolicy, Rule
 from lightning_amp_plus.fp8.quantize import sqnr
@@ -79,6 +79,7 @@ def _weights(layer: Any) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
+    quiet()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--recipe", default="current", choices=["current", "rowwise", "block", "mx"])

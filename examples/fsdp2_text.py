@@ -8,9 +8,7 @@ Gradients of a window are reduced once, when it closes (``sync_each_microbatch=F
 """
 
 import argparse
-import logging
 import math
-import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,15 +18,9 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from train_text import Block, StandardLibrary
+from train_text import Block, StandardLibrary, quiet
 
 from lightning_amp_plus import AmpPrecision, LossScale, PrecisionPolicy, Rule, Trainer
-
-# Of Lightning's log only warnings; what matters of the rest is printed below, once and not per rank.
-logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-# Lightning 2.6 calls what torch 2.13 is about to rename; nothing that a run could do about.
-warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.* is deprecated")
 
 
 class Network(nn.Module):
@@ -81,6 +73,7 @@ class ShardedTransformer(pl.LightningModule):
 
 
 def main() -> None:
+    quiet()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
     arguments = parser.parse_args()

@@ -34,12 +34,6 @@ from torch import Tensor, nn
 
 from lightning_amp_plus import AmpPrecision, Trainer
 
-# Of Lightning's log only warnings: what matters of the rest is printed below, once and not per Trainer.
-logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-# Lightning 2.6 calls what torch 2.13 is about to rename; nothing that a run could do about.
-warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.* is deprecated")
-
 console = Console()
 
 MONITORS = ("LossScaleMonitor", "GradientMonitor", "UpdateRatioMonitor", "ActivationMonitor")
@@ -387,7 +381,16 @@ def short(path: str | Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
+def quiet() -> None:
+    """Of Lightning's log only warnings: what matters of the rest is printed, once and not per Trainer or rank."""
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    # Lightning 2.6 calls what torch 2.13 is about to rename; nothing that a run could do about.
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.* is deprecated")
+
+
 def main() -> None:
+    quiet()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # a second one gains little on matrices this small, and loses much on a busy machine
     cli = TextCLI(
