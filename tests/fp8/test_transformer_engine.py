@@ -175,6 +175,14 @@ def torch_checkpoint_is_refused_and_ours_advances_once() -> None:
             fit(refused, 3)
 
 
+def every_layer_gets_the_group() -> None:
+    group = dist.new_group([0])
+    model = Regressor()
+    fit(model, 2, AmpPrecision(policy(), process_group=group))
+    engines = as_if_on_a_gpu().delayed_engines(model.named_modules())
+    assert len(engines) == 2 and all(engine.group is group for engine in engines.values())
+
+
 def outside_of_a_step_it_is_refused() -> None:
     import transformer_engine.pytorch as te
 
@@ -292,6 +300,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         evaluation_touches_no_history,
         what_is_not_finite_skips_the_window,
         torch_checkpoint_is_refused_and_ours_advances_once,
+        every_layer_gets_the_group,
         outside_of_a_step_it_is_refused,
         a_users_own_te_layer_is_not_drawn_into_fp8,
         copies_have_engines_of_their_own,

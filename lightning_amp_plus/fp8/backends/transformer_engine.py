@@ -131,14 +131,13 @@ def region(engines: Iterable[Engine], group: Any) -> Generator[None, None, None]
         engines: Those with delayed scaling. Without any, nothing is entered.
         group: Ranks that share amax values; ``None`` means all.
     """
-    recipes = {engine.recipe: engine for engine in engines}
-    if not recipes:
+    outer = None
+    for outer in engines:
+        outer.group = group  # of every one: layers of one recipe with another group advance apart
+    if outer is None:
         yield
         return
     te = _te()
-    for engine in recipes.values():
-        engine.group = group
-    outer = next(iter(recipes.values()))
     # Off again inside: a user's own te layers must not find themselves in FP8 because ours are.
     with te.autocast(enabled=True, recipe=outer.theirs(), amax_reduction_group=group), te.autocast(enabled=False):
         yield
