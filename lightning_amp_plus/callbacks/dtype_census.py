@@ -120,20 +120,13 @@ class DtypeCensus(Monitor):
         self._wanted, self._tries = True, 0
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Looks at the batch, if it closes a window that is to be looked at."""
-        if self.plugin is None:
-            return
-        self.closed = False
+    def is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+        """Whether the batch closes a window that is to be looked at."""
         if self.every_n_steps is not None and (batches_that_stepped(trainer) + 1) % self.every_n_steps == 0:
             self._wanted = True
         if self._fp8_off and FP8_SWITCH not in vars(self._modules[self._fp8_off[0]]):
             self._wanted, self._fp8_off = True, []  # FP8 has begun
-        self.looking = self._wanted and (not pl_module.automatic_optimization or closes_window(trainer))
-        if self.looking:
-            self.look(trainer, pl_module)
+        return self._wanted and (not pl_module.automatic_optimization or closes_window(trainer))
 
     @override
     def before_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -236,9 +236,13 @@ class Monitor(pl.Callback):
         if self.plugin is None:
             return
         self.closed = False
-        self.looking = (batches_that_stepped(trainer) + 1) % self._every == 0
+        self.looking = self.is_due(trainer, pl_module)
         if self.looking:
             self.look(trainer, pl_module)
+
+    def is_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
+        """Whether the batch that begins is to be looked at."""
+        return (batches_that_stepped(trainer) + 1) % self._every == 0
 
     def look(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begins to look at a micro-batch, with the optimizers as they are by now: callbacks may have made new ones."""
