@@ -19,8 +19,9 @@ from lightning_amp_plus.callbacks.monitor import Monitor, batches_that_stepped
 from lightning_amp_plus.callbacks.parameter_amax import ParameterAmax
 from lightning_amp_plus.callbacks.readout import Measurement
 from lightning_amp_plus.callbacks.sightings import Sightings
-from lightning_amp_plus.callbacks.watched import Watch, Watchable, watchable
+from lightning_amp_plus.callbacks.watched import Watch
 from lightning_amp_plus.naming import ROOT
+from lightning_amp_plus.watching.modules import Watchable, watchable
 
 _HEADROOM = "headroom of activations (bits)"
 _PLENTY = 24.0  # bits, beyond which a picture need not tell layers apart: FP32's range would leave one color for FP16's

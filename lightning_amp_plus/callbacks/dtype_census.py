@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from lightning_amp_plus.autocast_probe import AS_GIVEN
 from lightning_amp_plus.callbacks.monitor import Monitor, batches_that_stepped
-from lightning_amp_plus.callbacks.watched import closed
 from lightning_amp_plus.census.across_ranks import ranks_that_differ
 from lightning_amp_plus.census.census import Census
 from lightning_amp_plus.census.comparing import (
@@ -34,6 +33,7 @@ from lightning_amp_plus.integration.windows import closes_window
 from lightning_amp_plus.naming import ModelNames
 from lightning_amp_plus.precision import AmpPrecision
 from lightning_amp_plus.routed import FP8_SWITCH
+from lightning_amp_plus.watching.modules import closed
 
 _MOST_TRIES = 8  # windows skipped in a row, as while a loss scale finds its level
 _SAID_CHANGES = 10
@@ -133,7 +133,7 @@ class DtypeCensus(Monitor):
         """Begins to record."""
         self._step = int(trainer.global_step)
         self._recorder = Recorder(self._modules, self._compiled)
-        self._end_look = self._recorder.around(trainer.strategy, self.optimizers)
+        self._end_look = self._recorder.watch(trainer.strategy, self.optimizers)
 
     @override
     def after_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_amp_plus.autocast_probe import AS_GIVEN
 from lightning_amp_plus.census.census import COLUMNS, Census, Flag, OpRow
-from lightning_amp_plus.census.ops import joined
 from lightning_amp_plus.census.record import Event, OpKey, Record
+from lightning_amp_plus.watching.ops import joined
 
 # A sum of this many numbers of magnitude 16 is 65536, which FP16 does not have; in BF16 its neighbours are 256 apart.
 MANY_ELEMENTS = 4096

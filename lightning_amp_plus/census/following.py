@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_amp_plus.census.ops import PREFER_FP32, Op, joined, place_of, short
-from lightning_amp_plus.census.places import Frame
 from lightning_amp_plus.census.record import Event
+from lightning_amp_plus.watching.ops import PREFER_FP32, Op, joined, place_of, short
+from lightning_amp_plus.watching.places import Frame
 
 NARROW = (torch.bfloat16, torch.float16)
 WIDE = (torch.float32, torch.float64)

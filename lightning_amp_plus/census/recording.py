@@ -5,115 +5,101 @@ It changes nothing: each operation runs as it would, and the step's numbers are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_amp_plus.census.following import NARROW, WIDE, Casts, Exchanges
-from lightning_amp_plus.census.ops import (
+from lightning_amp_plus.census.record import OpKey, Record
+from lightning_amp_plus.fp8.backends.transformer_engine import engine_of
+from lightning_amp_plus.watching.ops import (
     LISTED,
     Op,
     elements_added,
     floating,
     floating_of_module,
-    is_wrapper,
     joined,
     op_of,
     place_of,
     plain_parts,
     short,
 )
-from lightning_amp_plus.census.places import Frame, Place, Places
-from lightning_amp_plus.census.record import OpKey, Record
-from lightning_amp_plus.fp8.backends.transformer_engine import engine_of
-from lightning_amp_plus.integration.instance_hooks import InstanceHooks
+from lightning_amp_plus.watching.places import Frame, Place, Places
+from lightning_amp_plus.watching.watcher import Watcher
 
 
-class Recorder(TorchDispatchMode):
-    """Records while it is entered; :meth:`around` has it entered during the parts of a step that compute.
+class _Reading(Frame):
+    """A call of a module, and the dtypes in which it reads what it has.
+
+    Attributes:
+        roles: ``input``, ``weight`` or ``buffer``, by memory.
+        kept: Tensors that must live, so that their memory gets no other role.
+        reads: For each role the dtype it was first read in, and whether by a GEMM, which counts more.
+    """
+
+    __slots__ = ("kept", "reads", "roles")
+
+    def __init__(self, name: str, task: int, module: nn.Module, inputs: Any) -> None:
+        super().__init__(name, task)
+        self.roles: dict[int, str] = {}
+        self.kept: list[Tensor] = []
+        self.reads: dict[str, tuple[str, bool]] = {}
+        for held, role in ((module._parameters, "weight"), (module._buffers, "buffer")):
+            for tensor in held.values():
+                if tensor is not None and tensor.ndim:
+                    self.give(tensor, role)
+        self.give(inputs, "input")
+
+    def give(self, value: Any, role: str) -> None:
+        """Gives tensors a role."""
+        for tensor in floating_of_module(value):
+            for part in plain_parts(tensor):
+                self.roles[place_of(part)] = role
+                self.kept.append(part)
+
+    def read(self, role: str, dtype: str, by_gemm: bool) -> None:
+        """An operation of the module itself read a tensor of that role."""
+        known = self.reads.get(role)
+        if known is None or (by_gemm and not known[1]):
+            self.reads[role] = (dtype, by_gemm)
+
+
+class Recorder(Watcher):  # type: ignore[no-untyped-call]
+    """Records while it is entered; :meth:`watch` has it entered during the parts of a step that compute.
 
     Args:
         modules: All modules of the model by their first names, the model itself as ``""``.
         compiled: Names of those in compiled code, which must not get hooks: they would end up in its graph.
     """
 
-    # torch refuses to run FlexAttention under a mode that does not say so.
-    supports_higher_order_operators = True
-
     def __init__(self, modules: Mapping[str, nn.Module], compiled: Iterable[str] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(Places(modules, _Reading, self._left))
         self.record = Record()
         self._modules = modules
         self._hidden = set(compiled)
-        self._places = Places(modules, self._left)
         self._whole = {name for name, module in modules.items() if any(True for _ in module.children())}
         self._casts = Casts(self.record.events)
         self._exchanges = Exchanges()
         self._stored: dict[int, str] | None = None
-        self._depth = 0
         for name, module in modules.items():
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    self._places.own(parameter, name)
-
-    @classmethod
-    @override
-    def is_infra_mode(cls) -> bool:
-        """Yes: around any other mode compiled code would be run uncompiled, and stay so."""
-        return True
+                    self.places.own(parameter, name)
 
     # ---------------------------------------------------------------- while it is watching
 
-    def around(self, strategy: Any, optimizers: list[torch.optim.Optimizer]) -> Callable[[], None]:
+    def watch(self, strategy: Any, optimizers: list[torch.optim.Optimizer]) -> Callable[[], None]:
         """Watches what a strategy computes. Returns the function that ends it."""
-        hooks = InstanceHooks()
-        watched = {name: module for name, module in self._modules.items() if name not in self._hidden}
-        handles = self._places.watch(watched, optimizers)
-        for verb in ("training_step", "backward", "optimizer_step"):
-            hooks.wrap(strategy, verb, partial(self._watching, verb))
+        end = self.around(strategy, (m for n, m in self._modules.items() if n not in self._hidden), optimizers)
 
-        def end() -> None:
-            hooks.undo()
-            for handle in handles:
-                handle.remove()
-            self.record.stepped = self._places.stepped
-            self._places.stack.clear()
+        def ended() -> None:
+            end()
+            self.record.stepped = self.places.stepped
 
-        return end
-
-    def _watching(self, verb: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with self._entered(verb):
-                return run(*args, **kwargs)
-
-        return watched
-
-    @contextmanager
-    def _entered(self, verb: str) -> Iterator[None]:
-        # The closure of an optimizer runs the other two inside of its step, which must not see every operation twice.
-        self._depth += 1
-        around = self._places.in_training_step, self._places.stepping
-        self._places.in_training_step = verb == "training_step"
-        if verb != "optimizer_step":
-            self._places.stepping = 0  # without a finite check the optimizer's own step runs the closure
-        if verb == "backward":
-            self._places.new_backward()
-        try:
-            if self._depth > 1:
-                yield
-            else:
-                with self:
-                    yield
-        finally:
-            self._depth -= 1
-            self._places.in_training_step, self._places.stepping = around
+        return ended
 
     def see_gradients(self) -> None:
         """Notes the dtypes of gradients as backward left them, and those in which ranks have exchanged them."""
@@ -147,6 +133,7 @@ class Recorder(TorchDispatchMode):
     # ---------------------------------------------------------------- one call of a module
 
     def _left(self, frame: Frame, inputs: Any, output: Any) -> None:
+        assert isinstance(frame, _Reading)
         name = frame.name
         engine = engine_of(self._modules[name])
         if engine is not None and (formats := engine.ran_in()) is not None:
@@ -167,13 +154,9 @@ class Recorder(TorchDispatchMode):
     # ---------------------------------------------------------------- one operation
 
     @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation, and looks at it. Tensor classes that take it apart do so first, and their parts come here."""
-        if any(issubclass(cls, FakeTensor) for cls in types):  # nothing is computed: a DTensor asks for shapes so
-            return func(*args, **(kwargs or {}))
-        if any(is_wrapper(cls) for cls in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation, and looks at it."""
+        result = func(*args, **kwargs)
         op = op_of(func)
         if op.kind != "nothing":
             operands, results = floating((args, kwargs)), floating(result)
@@ -182,18 +165,19 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _see(self, op: Op, args: Any, operands: list[Tensor], results: list[Tensor]) -> None:
-        place = self._places.here()
+        place = self.places.here()
         if place.phase == "backward":  # in the forward it is activations that ranks exchange
             if op.adds_up:
                 self._exchanges.exchanged(operands, results)
             else:
                 self._exchanges.follow(op, operands, results)
+        frame = place.frame if isinstance(place.frame, _Reading) else None
         if op.kind == "copy":
-            self._copied(op, place.frame, operands, results)
+            self._copied(op, frame, operands, results)
             return
-        if place.frame is not None:
-            self._read(op, args, place.frame, operands, results)
-        self._casts.computed(op, place.frame, operands, results)
+        if frame is not None:
+            self._read(op, args, frame, operands, results)
+        self._casts.computed(op, frame, operands, results)
         if op.kind == "communication" or (op.kind in LISTED and not place.accumulates):
             self._list(op, place, args, operands, results)
 
@@ -233,7 +217,7 @@ class Recorder(TorchDispatchMode):
                 return owner
         return ""
 
-    def _read(self, op: Op, args: Any, frame: Frame, operands: list[Tensor], results: list[Tensor]) -> None:
+    def _read(self, op: Op, args: Any, frame: _Reading, operands: list[Tensor], results: list[Tensor]) -> None:
         if op.base == "fp8_gemm":
             if args[2] == "fprop":
                 for role, dtype in zip(("input", "weight"), str(args[3]).split(" x "), strict=True):
@@ -253,7 +237,7 @@ class Recorder(TorchDispatchMode):
         if own_in_fp32 and narrow and op.kind in ("other", "in place") and results and results[0].dtype in WIDE:
             self._casts.promoted(op, frame, operands)
 
-    def _copied(self, op: Op, frame: Frame | None, operands: list[Tensor], results: list[Tensor]) -> None:
+    def _copied(self, op: Op, frame: _Reading | None, operands: list[Tensor], results: list[Tensor]) -> None:
         if not operands or not results:
             return
         source, target = operands[-1], results[0]

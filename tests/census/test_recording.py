@@ -198,7 +198,7 @@ def test_a_meta_device_is_watched_without_a_look_at_a_number():
     parts = SimpleNamespace(
         training_step=lambda: model(x).sum(), backward=lambda loss: loss.backward(), optimizer_step=optimizer.step
     )
-    end = recorder.around(parts, [optimizer])
+    end = recorder.watch(parts, [optimizer])
     parts.backward(parts.training_step())
     recorder.see_gradients()
     parts.optimizer_step()

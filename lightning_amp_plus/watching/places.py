@@ -8,13 +8,13 @@ are made, so the module that was on top of the stack when a node got its number 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_amp_plus.census.ops import floating_of_module, place_of, plain_parts
+from lightning_amp_plus.watching.modules import around, is_compiled_in_place, out_of_sight
 
 Phase = Literal["forward", "backward", "optimizer", "step"]
 
@@ -27,32 +27,18 @@ class Frame:
     Attributes:
         name: The module's name.
         task: The backward that it runs in, where it is a recomputation.
-        roles: ``input``, ``weight`` or ``buffer``, by memory.
-        kept: Tensors that must live, so that their memory gets no other role.
-        reads: For each role the dtype it was first read in, and whether by a GEMM, which counts more.
     """
 
-    __slots__ = ("kept", "name", "reads", "roles", "task")
+    __slots__ = ("name", "task")
 
     def __init__(self, name: str, task: int) -> None:
         self.name = name
         self.task = task
-        self.roles: dict[int, str] = {}
-        self.kept: list[Tensor] = []
-        self.reads: dict[str, tuple[str, bool]] = {}
 
-    def give(self, value: Any, role: str) -> None:
-        """Gives tensors a role."""
-        for tensor in floating_of_module(value):
-            for part in plain_parts(tensor):
-                self.roles[place_of(part)] = role
-                self.kept.append(part)
-
-    def read(self, role: str, dtype: str, by_gemm: bool) -> None:
-        """An operation of the module itself read a tensor of that role."""
-        known = self.reads.get(role)
-        if known is None or (by_gemm and not known[1]):
-            self.reads[role] = (dtype, by_gemm)
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward computes anew what the forward did not keep."""
+        return self.task != _NO_TASK
 
 
 class Place(NamedTuple):
@@ -76,15 +62,23 @@ class Places:
 
     Args:
         modules: Modules to watch, each by one name.
+        enter: Makes the frame of a call that begins, of the module's name, the backward that it runs in, the module and
+            the call's inputs.
         leave: Called when a call of a module ends, with its frame, its inputs and its output.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], leave: Callable[[Frame, Any, Any], None]) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        enter: Callable[[str, int, nn.Module, Any], Frame],
+        leave: Callable[[Frame, Any, Any], None],
+    ) -> None:
         self.stack: list[Frame] = []
         self.in_training_step = False
         self.stepping = 0
         self.stepped = False
         self._names = {id(module): name for name, module in modules.items()}
+        self._make_frame = enter
         self._leave = leave
         self._owners: dict[int, str] = {}
         # Node numbers and the module that was running from each on; those of recomputations by the backward they ran in.
@@ -97,34 +91,32 @@ class Places:
 
     # ---------------------------------------------------------------- hooks
 
-    def watch(self, modules: Mapping[str, nn.Module], optimizers: list[torch.optim.Optimizer]) -> list[Any]:
-        """Puts hooks on modules and optimizers; the handles take them off."""
-        handles: list[Any] = []
-        for module in modules.values():
-            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+    def watch(
+        self, modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> list[Callable[[], None]]:
+        """Puts hooks on modules and optimizers; what it returns takes them off."""
+        undo: list[Callable[[], None]] = []
+        for module in modules:
+            if is_compiled_in_place(module):
+                undo.append(around(module, self._enter, self._exit))
+                continue
+            undo.append(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
             # Recomputation stops early by an exception; without `always_call` its modules would stay on the stack.
-            handles.append(module.register_forward_hook(self._exit, with_kwargs=True, always_call=True))
+            undo.append(module.register_forward_hook(self._exit, with_kwargs=True, always_call=True).remove)
         for optimizer in optimizers:
-            handles.append(optimizer.register_step_pre_hook(self._before_step))
-            handles.append(optimizer.register_step_post_hook(self._after_step))
-        return handles
+            undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
+            undo.append(optimizer.register_step_post_hook(self._after_step).remove)
+        return undo
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if _out_of_sight():
+        if out_of_sight():
             return
-        frame = Frame(self._names[id(module)], torch._C._current_graph_task_id())
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.ndim:
-                frame.give(parameter, "weight")
-        for buffer in module._buffers.values():
-            if buffer is not None and buffer.ndim:
-                frame.give(buffer, "buffer")
-        frame.give((args, kwargs), "input")
+        frame = self._make_frame(self._names[id(module)], torch._C._current_graph_task_id(), module, (args, kwargs))
         self.stack.append(frame)
         self._mark(frame.task)
 
     def _exit(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if _out_of_sight():
+        if out_of_sight():
             return
         name = self._names[id(module)]
         if not any(frame.name == name for frame in self.stack):
@@ -182,11 +174,6 @@ class Places:
                 if numbers[0] <= number < numbers[-1]:
                     return Place(_at(numbers, names, number), "backward")
         return Place(_at(*self._marks[_NO_TASK], number), "backward")
-
-
-def _out_of_sight() -> bool:
-    """Whether a compiler traces the user's function, or ``torch.func`` transforms it: such tensors have no memory."""
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _at(numbers: list[int], names: list[str], number: int) -> str:

@@ -1,0 +1,106 @@
+"""Shows every operation that a training step dispatches, and changes none: :class:`Watcher`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_amp_plus.integration.instance_hooks import InstanceHooks
+from lightning_amp_plus.watching.ops import is_wrapper
+from lightning_amp_plus.watching.places import Places
+
+
+class Watcher(TorchDispatchMode):
+    """Base of what looks at the operations of a step. It is entered during the parts of a step that compute.
+
+    Args:
+        places: Says where an operation runs.
+    """
+
+    # torch refuses to run FlexAttention under a mode that does not say so.
+    supports_higher_order_operators = True
+
+    def __init__(self, places: Places) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places = places
+        self._depth = 0
+
+    @classmethod
+    @override
+    def is_infra_mode(cls) -> bool:
+        """Yes: around any other mode compiled code would be run uncompiled, and stay so."""
+        return True
+
+    @abstractmethod
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs one operation on plain tensors and returns its result as it is; here a subclass looks at it."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Has the operation run. Tensor classes that take it apart do so first, and their parts come here."""
+        if types:
+            if any(issubclass(cls, FakeTensor) for cls in types):  # nothing is computed: a DTensor asks for shapes so
+                return func(*args, **(kwargs or {}))
+            if any(is_wrapper(cls) for cls in types):
+                return NotImplemented
+        return self.run(func, args, kwargs or {})
+
+    def around(
+        self, strategy: Any, modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> Callable[[], None]:
+        """Watches what a strategy computes. Returns the function that ends it.
+
+        Args:
+            strategy: Lightning's.
+            modules: Those to put hooks on; none of compiled code, where they would end up in the graph.
+            optimizers: All of the run.
+        """
+        hooks = InstanceHooks()
+        undo = self.places.watch(modules, optimizers)
+        for verb in ("training_step", "backward", "optimizer_step"):
+            hooks.wrap(strategy, verb, partial(self._watching, verb))
+
+        def end() -> None:
+            hooks.undo()
+            for remove in undo:
+                remove()
+            self.places.stack.clear()
+
+        return end
+
+    def _watching(self, verb: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with self._entered(verb):
+                return run(*args, **kwargs)
+
+        return watched
+
+    @contextmanager
+    def _entered(self, verb: str) -> Iterator[None]:
+        # The closure of an optimizer runs the other two inside of its step, which must not see every operation twice.
+        self._depth += 1
+        places = self.places
+        around = places.in_training_step, places.stepping
+        places.in_training_step = verb == "training_step"
+        if verb != "optimizer_step":
+            places.stepping = 0  # without a finite check the optimizer's own step runs the closure
+        if verb == "backward":
+            places.new_backward()
+        try:
+            if self._depth > 1:
+                yield
+            else:
+                with self:
+                    yield
+        finally:
+            self._depth -= 1
+            places.in_training_step, places.stepping = around
