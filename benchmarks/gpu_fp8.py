@@ -131,9 +131,10 @@ def obstacle(arm: Arm, device: str) -> str | None:
     if arm.recipe is None:
         return None
     try:
-        return BACKENDS[arm.backend].obstacle(arm.recipe, GEMMS, device)
+        found = BACKENDS[arm.backend].obstacle(arm.recipe, GEMMS, device)
     except Exception as error:  # a broken installation must not end the whole run
         return f"{type(error).__name__}: {error}"
+    return None if found is None else str(found)
 
 
 def arms_here(device: str) -> list[Arm]:

@@ -7,8 +7,9 @@ from torch import nn
 from lightning_amp_plus.decision import Decision, Wish
 from lightning_amp_plus.fp8.backends import BACKENDS, choose
 from lightning_amp_plus.fp8.backends.base import Backend
+from lightning_amp_plus.fp8.obstacle import Obstacle
 from lightning_amp_plus.fp8.recipes import GEMMS, Gemm, Recipe
-from lightning_amp_plus.fp8.selection import Fp8Route, better_high, default_recipe, obstacle, too_small
+from lightning_amp_plus.fp8.selection import NOT_LINEAR, Fp8Route, better_high, default_recipe, obstacle, too_small
 from lightning_amp_plus.naming import ModelNames
 from lightning_amp_plus.policy import PrecisionPolicy, Rule
 
@@ -27,7 +28,7 @@ class Fp8Choice:
         self._policy = policy
         self._device_type = device_type
         self._granted: set[int] = set()  # modules
-        self._asked: dict[Rule | None, list[str]] = {}  # by what asks, why it was denied
+        self._asked: dict[Rule | None, list[tuple[str, Obstacle]]] = {}  # by what asks, who was denied and why
         self._elsewhere: dict[int, Rule | None] = {}  # layers that could, and the rule that keeps them out
         self._embeddings = embedding_weights(names)
 
@@ -54,45 +55,46 @@ class Fp8Choice:
             )
         if why is None:
             why = better_high(aliases, module, self._embeddings, match, wish.own)
+        gemms = tuple(rule.gemms) if rule is not None and rule.gemms is not None else GEMMS
+        if why is None:
+            why = self._obstacle_of_named_backend(rule, recipe, gemms)
         if why is not None:
             return self._denial(module, rule, why)
-        gemms = tuple(rule.gemms) if rule is not None and rule.gemms is not None else GEMMS
-        backend, why = self._backend(rule, recipe, gemms)
-        if backend is None:
-            return self._denial(module, rule, why)
+        backend, chosen = self._backend(rule, recipe, gemms)
         small = None if backend.emulated or self._device_type == "cpu" or wish.own else too_small(module, recipe)
         if small is not None:
             return self._denial(module, rule, small)
         self._granted.add(id(module))
         route = Fp8Route(recipe, gemms, backend.name, self._policy.fp8_in_evaluation)
-        return Decision("fp8", match, f"{wish.reason}; {why}", False, route)
+        return Decision("fp8", match, f"{wish.reason}; {chosen}", False, route)
 
-    def _denial(self, module: nn.Module, rule: Rule | None, why: str) -> Decision:
+    def _denial(self, module: nn.Module, rule: Rule | None, why: Obstacle) -> Decision:
         if not any(True for _ in module.children()):  # of a container it is what is inside that counts
             name = self._names.aliases[id(module)][0] or "(model)"
-            self._asked[rule].append(f"{name}: {why}")
-        kind = why.partition(":")[0]
-        kind = kind if kind in ("shape", "backend", "hardware") else "other"
+            self._asked[rule].append((name, why))
+        kind = "other" if why.kind in ("rule", "op") else why.kind
         match = "" if rule is None else rule.match
-        return Decision(
-            self._policy.base_compute, match, why, False, None, kind if isinstance(module, nn.Linear) else ""
-        )
+        left_out = kind if isinstance(module, nn.Linear) else ""
+        return Decision(self._policy.base_compute, match, str(why), False, None, left_out)
 
-    def _backend(self, rule: Rule | None, recipe: Recipe, gemms: tuple[Gemm, ...]) -> tuple[Backend | None, str]:
-        """What multiplies, and why that; ``None`` and the obstacle where a rule's own cannot and the policy takes BF16."""
+    def _backend(self, rule: Rule | None, recipe: Recipe, gemms: tuple[Gemm, ...]) -> tuple[Backend, str]:
+        """What multiplies, and why that."""
         if rule is None or rule.backend is None:
             return choose(recipe, gemms, self._device_type)
-        backend = BACKENDS[rule.backend]
-        obstacle = backend.obstacle(recipe, gemms, self._device_type)
-        if obstacle is None:
-            return backend, f"{backend.name}: as the rule says"
-        if self._policy.fallback == "error":
+        return BACKENDS[rule.backend], f"{rule.backend}: as the rule says"
+
+    def _obstacle_of_named_backend(self, rule: Rule | None, recipe: Recipe, gemms: tuple[Gemm, ...]) -> Obstacle | None:
+        """Why the backend that a rule names cannot, where the policy takes BF16 then; an error where it does not."""
+        if rule is None or rule.backend is None:
+            return None
+        why = BACKENDS[rule.backend].obstacle(recipe, gemms, self._device_type)
+        if why is not None and self._policy.fallback == "error":
             raise ValueError(
-                f"Rule {rule.match!r} asks for backend={rule.backend!r}, which cannot compute it here: "
-                f"{obstacle.partition(': ')[2]}. Leave backend out to have one chosen, or set fallback='bf16' in the "
-                "policy to have its layers listed and computed in BF16."
+                f"Rule {rule.match!r} asks for backend={rule.backend!r}, which cannot compute it here: {why.text}. "
+                "Leave backend out to have one chosen, or set fallback='bf16' in the policy to have its layers listed "
+                "and computed in BF16."
             )
-        return None, obstacle
+        return why
 
     def refuse_wishes_that_came_to_nothing(self, matched: Mapping[Rule, set[int]]) -> None:
         """Raises where FP8 was asked for and nothing will run in it, unless later rules take it away.
@@ -103,15 +105,16 @@ class Fp8Choice:
         Raises:
             ValueError: Naming what was asked, and why the candidates cannot.
         """
-        for rule, reasons in self._asked.items():
+        for rule, denied in self._asked.items():
             if rule is not None and (rule.compute != "fp8" or self._policy.fallback == "bf16"):
                 continue  # of its own it asks for nothing; or it is listed in the plan, as the policy allows
             reached = set(self._names.aliases) if rule is None else self._with_all_inside(matched[rule])
             if reached & self._granted or any(self._elsewhere[key] != rule for key in reached & set(self._elsewhere)):
                 continue
-            linear = [reason for reason in reasons if "only Linear layers" not in reason]
+            linear = [(name, why) for name, why in denied if why != NOT_LINEAR]
             asked = "The policy" if rule is None else f"Rule {rule.match!r}"
-            found = "; ".join((linear or reasons)[:4]) or "there is no Linear layer in it that is called by itself"
+            reasons = "; ".join(f"{name}: {why}" for name, why in (linear or denied)[:4])
+            found = reasons or "there is no Linear layer in it that is called by itself"
             raise ValueError(
                 f"{asked} asks for FP8, but no module would compute in it ({found}). Widen the layers, name one of "
                 "them in a rule, or leave FP8 out."

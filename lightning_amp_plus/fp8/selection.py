@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_amp_plus.fp8.obstacle import Obstacle
 from lightning_amp_plus.fp8.recipes import GEMMS, CurrentScaling, Gemm, MXScaling, Recipe, RowwiseScaling
 
 _HEADS = ("head", "lm_head", "classifier", "score")
 _ROUTERS = ("router", "gate")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+NOT_LINEAR = Obstacle("op", "only Linear layers compute in FP8")  # most modules of a model; errors name others first
 
 
 @dataclass(frozen=True)
@@ -67,27 +70,30 @@ def default_recipe(device_type: str) -> Recipe:
     return MXScaling() if on_gpu and torch.cuda.get_device_capability() >= MXScaling.capability else CurrentScaling()
 
 
-def obstacle(module: nn.Module, recipe: Recipe) -> str | None:
+def obstacle(module: nn.Module, recipe: Recipe) -> Obstacle | None:
     """Why a module cannot compute in FP8, or ``None`` if it can."""
     if type(module).__module__.partition(".")[0] == "transformer_engine":
-        return "it is Transformer Engine's own: whether it computes in FP8 is up to te.autocast around it"
+        return Obstacle(
+            "op", "it is Transformer Engine's own: whether it computes in FP8 is up to te.autocast around it"
+        )
     if not isinstance(module, nn.Linear):
-        return "only Linear layers compute in FP8"
+        return NOT_LINEAR
     cls = getattr(module, "_amp_base", type(module))
     if cls.forward is not nn.Linear.forward:
-        return f"{cls.__name__} has a forward of its own"
+        return Obstacle("op", f"{cls.__name__} has a forward of its own")
     weight = _stored_weight(module)
     if weight.dtype not in _FLOATS:
-        return f"its weight is stored in {str(weight.dtype).removeprefix('torch.')}"
+        return Obstacle("op", f"its weight is stored in {str(weight.dtype).removeprefix('torch.')}")
     if isinstance(weight, nn.parameter.UninitializedParameter):
-        return "shape: it has no size yet; run a batch through the model first"
+        return Obstacle("shape", "it has no size yet; run a batch through the model first")
     unfit = [
         f"{name}={size}"
         for name, size in (("in_features", module.in_features), ("out_features", module.out_features))
         if size % recipe.multiple or not size
     ]
     if unfit:
-        return f"shape: {' and '.join(unfit)} {'is' if len(unfit) == 1 else 'are'} no multiple of {recipe.multiple}"
+        are = "is" if len(unfit) == 1 else "are"
+        return Obstacle("shape", f"{' and '.join(unfit)} {are} no multiple of {recipe.multiple}")
     return None
 
 
@@ -99,7 +105,7 @@ def _stored_weight(module: nn.Linear) -> torch.Tensor:
     return module.weight
 
 
-def too_small(module: nn.Module, recipe: Recipe) -> str | None:
+def too_small(module: nn.Module, recipe: Recipe) -> Obstacle | None:
     """Why FP8 tensor cores would make a layer slower than BF16, or ``None``.
 
     The cast costs more than the GEMM gains below a size. The sizes are those that torchao publishes for an H100; there are
@@ -114,11 +120,14 @@ def too_small(module: nn.Module, recipe: Recipe) -> str | None:
     by_row = outer <= 2048 or inner <= 1024 or (outer <= 4096 and inner <= 2048)
     small = by_tensor if recipe.one_scale_a_tensor else by_row if isinstance(recipe, RowwiseScaling) else False
     if small:
-        return f"shape: {inner} to {outer} is too small to be faster with {recipe.name} scaling than in BF16"
+        slower = f"{inner} to {outer} is too small to be faster with {recipe.name} scaling than in BF16"
+        return Obstacle("shape", slower)
     return None
 
 
-def better_high(names: Iterable[str], module: nn.Module, embeddings: set[int], match: str, own: bool) -> str | None:
+def better_high(
+    names: Iterable[str], module: nn.Module, embeddings: set[int], match: str, own: bool
+) -> Obstacle | None:
     """Why a module stays in high precision unless a rule names it, or ``None``.
 
     Args:
@@ -130,10 +139,10 @@ def better_high(names: Iterable[str], module: nn.Module, embeddings: set[int], m
     """
     weight = module._parameters.get("weight")
     if weight is not None and id(weight) in embeddings and not own:
-        return "its weight is an embedding's too, and makes the logits"
+        return Obstacle("rule", "its weight is an embedding's too, and makes the logits")
     cautious = {part for name in names for part in name.split(".")} - set(match.split("."))
     if cautious & set(_HEADS):
-        return "a head makes the logits, whose differences are small"
+        return Obstacle("rule", "a head makes the logits, whose differences are small")
     if cautious & set(_ROUTERS):
-        return "a router's small differences decide where tokens go"
+        return Obstacle("rule", "a router's small differences decide where tokens go")
     return None

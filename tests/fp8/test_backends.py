@@ -135,7 +135,8 @@ def test_a_backend_that_cannot_is_an_error_or_a_fallback_with_its_reason(rule: A
 def test_a_missing_torchao_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
     assert BACKENDS["torchao"].obstacle(CurrentScaling(), GEMMS, "cpu") == (
-        "backend: torchao is not installed (pip install torchao)"
+        "backend",
+        "torchao is not installed (pip install torchao)",
     )
 
 

@@ -37,7 +37,7 @@ def needs(backend: str, recipe: Recipe) -> None:
     """Skips a test where the backend cannot compute so here."""
     obstacle = BACKENDS[backend].obstacle(recipe, GEMMS, "cuda")
     if obstacle is not None:
-        pytest.skip(obstacle)
+        pytest.skip(str(obstacle))
 
 
 def identify(value: Any) -> str:

@@ -28,5 +28,5 @@ def choose(recipe: Recipe, gemms: tuple[Gemm, ...], device_type: str) -> tuple[B
         obstacle = backend.obstacle(recipe, gemms, device_type)
         if obstacle is None:
             return backend, f"{backend.name}: native"
-        obstacles.append(obstacle.partition(": ")[2])
+        obstacles.append(obstacle.text)
     return reference, f"reference: emulated, since {' and '.join(dict.fromkeys(obstacles))}"

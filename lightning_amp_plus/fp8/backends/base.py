@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from lightning_amp_plus.fp8.obstacle import Obstacle
 from lightning_amp_plus.fp8.recipes import Gemm, Recipe
 
 Forward = Callable[[Any, Tensor], Tensor]
@@ -28,10 +29,10 @@ class Backend(ABC):
     clock: ClassVar[str] = "window"
 
     @abstractmethod
-    def obstacle(self, recipe: Recipe, gemms: tuple[Gemm, ...], device_type: str) -> str | None:
+    def obstacle(self, recipe: Recipe, gemms: tuple[Gemm, ...], device_type: str) -> Obstacle | None:
         """Why it cannot compute so on that device, or ``None`` if it can.
 
-        The first word says of what kind the obstacle is: ``backend`` (not there, or it lacks the recipe) or ``hardware``.
+        The obstacle is of the kind ``backend`` (not there, or it lacks the recipe) or ``hardware``.
         """
 
     @abstractmethod
@@ -59,21 +60,23 @@ class Backend(ABC):
         return
 
 
-def native_obstacle(recipe: Recipe, device_type: str) -> str | None:
+def native_obstacle(recipe: Recipe, device_type: str) -> Obstacle | None:
     """Why FP8 tensor cores are out of reach, or ``None``; for backends that want a GPU."""
     if device_type != "cuda":
-        return f"hardware: it needs a GPU, and this runs on {device_type}"
+        return Obstacle("hardware", f"it needs a GPU, and this runs on {device_type}")
     if torch.version.hip is not None:
-        return (
-            "hardware: ROCm's FP8 formats on MI300 (e4m3fnuz, e5m2fnuz) have other ranges and one zero less, and are not "
-            "supported until somebody can test them"
+        return Obstacle(
+            "hardware",
+            "ROCm's FP8 formats on MI300 (e4m3fnuz, e5m2fnuz) have other ranges and one zero less, and are not supported "
+            "until somebody can test them",
         )
     if not torch.cuda.is_available():
-        return "hardware: no CUDA driver, or no GPU that it can see"
+        return Obstacle("hardware", "no CUDA driver, or no GPU that it can see")
     found = torch.cuda.get_device_capability()
     if found < recipe.capability:
         have, need = (".".join(map(str, version)) for version in (found, recipe.capability))
-        return f"hardware: {torch.cuda.get_device_name()} has compute capability {have}, and {recipe.name} needs {need}"
+        name = torch.cuda.get_device_name()
+        return Obstacle("hardware", f"{name} has compute capability {have}, and {recipe.name} needs {need}")
     return None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_amp_plus.fp8.backends.base import Backend, Forward
 from lightning_amp_plus.fp8.delayed import slot_of
 from lightning_amp_plus.fp8.linear import fp8_linear
+from lightning_amp_plus.fp8.obstacle import Obstacle
 from lightning_amp_plus.fp8.recipes import Gemm, Recipe
 from lightning_amp_plus.fp8.weights import kept_weight_of
 
@@ -19,7 +20,7 @@ class Reference(Backend):
     name: ClassVar[str] = "reference"
     emulated: ClassVar[bool] = True
 
-    def obstacle(self, recipe: Recipe, gemms: tuple[Gemm, ...], device_type: str) -> str | None:
+    def obstacle(self, recipe: Recipe, gemms: tuple[Gemm, ...], device_type: str) -> Obstacle | None:
         """None, ever."""
         return None
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp_plus.fp8.backends.base import Backend, Forward, as_output, as_tokens, linear_in_bf16, native_obstacle
+from lightning_amp_plus.fp8.obstacle import Obstacle
 from lightning_amp_plus.fp8.recipes import GEMMS, CurrentScaling, Gemm, Operand, Recipe, RowwiseScaling
 
 _GATHERED = "_amp_gathered_in_fp8"  # a plain attribute of a layer: FSDP2 gathers its weight in FP8
@@ -36,12 +37,12 @@ class Torchao(Backend):
 
     name: ClassVar[str] = "torchao"
 
-    def obstacle(self, recipe: Recipe, gemms: tuple[Gemm, ...], device_type: str) -> str | None:
+    def obstacle(self, recipe: Recipe, gemms: tuple[Gemm, ...], device_type: str) -> Obstacle | None:
         """It is missing, lacks the recipe, or the GPU is too old. A CPU computes everything that torchao has."""
         if find_spec("torchao") is None:
-            return "backend: torchao is not installed (pip install torchao)"
+            return Obstacle("backend", "torchao is not installed (pip install torchao)")
         if not isinstance(recipe, (CurrentScaling, RowwiseScaling)):
-            return f"backend: torchao has current and rowwise scaling, and no {recipe.name}"
+            return Obstacle("backend", f"torchao has current and rowwise scaling, and no {recipe.name}")
         return None if device_type == "cpu" else native_obstacle(recipe, device_type)
 
     def forward_of(self, recipe: Recipe, gemms: tuple[Gemm, ...]) -> Forward:

@@ -28,6 +28,7 @@ from lightning_amp_plus.fp8.backends.base import (
     native_obstacle,
 )
 from lightning_amp_plus.fp8.delayed import OPERANDS
+from lightning_amp_plus.fp8.obstacle import Obstacle
 from lightning_amp_plus.fp8.quantize import scale_of
 from lightning_amp_plus.fp8.recipes import (
     GEMMS,
@@ -61,14 +62,15 @@ class TransformerEngine(Backend):
     name: ClassVar[str] = "transformer_engine"
     clock: ClassVar[str] = "micro_batch"
 
-    def obstacle(self, recipe: Recipe, gemms: tuple[Gemm, ...], device_type: str) -> str | None:
+    def obstacle(self, recipe: Recipe, gemms: tuple[Gemm, ...], device_type: str) -> Obstacle | None:
         """Transformer Engine is missing or broken, lacks the recipe, or the GPU is too old for it."""
         if isinstance(recipe, RowwiseScaling):
-            return "backend: Transformer Engine has no rowwise scaling"
+            return Obstacle("backend", "Transformer Engine has no rowwise scaling")
         if gemms != GEMMS:
-            return f"backend: Transformer Engine cannot leave single GEMMs in BF16 (gemms={'+'.join(gemms)})"
+            which = "+".join(gemms)
+            return Obstacle("backend", f"Transformer Engine cannot leave single GEMMs in BF16 (gemms={which})")
         if find_spec("transformer_engine") is None:
-            return "backend: Transformer Engine is not installed (pip install transformer-engine[pytorch])"
+            return Obstacle("backend", "Transformer Engine is not installed (pip install transformer-engine[pytorch])")
         obstacle = native_obstacle(recipe, device_type)
         return obstacle or _why_not_importable() or _why_refused(recipe)
 
@@ -366,17 +368,17 @@ def _in_their_recompute() -> bool:
 
 
 @cache
-def _why_not_importable() -> str | None:
+def _why_not_importable() -> Obstacle | None:
     try:
         _te()
     except (ImportError, RuntimeError, OSError) as error:  # without its binary the package raises RuntimeError
         first = str(error).strip().partition("\n")[0]
-        return f"backend: Transformer Engine cannot be imported ({type(error).__name__}: {first})"
+        return Obstacle("backend", f"Transformer Engine cannot be imported ({type(error).__name__}: {first})")
     return None
 
 
-def _why_refused(recipe: Recipe) -> str | None:
+def _why_refused(recipe: Recipe) -> Obstacle | None:
     manager = _manager()
     asked = {BlockScaling: "is_fp8_block_scaling_available", MXScaling: "is_mxfp8_available"}
     available, reason = getattr(manager, asked.get(type(recipe), "is_fp8_available"))()
-    return None if available else f"hardware: {reason}"
+    return None if available else Obstacle("hardware", str(reason))
