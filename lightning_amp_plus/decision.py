@@ -1,7 +1,8 @@
 """What is wanted of a module, and what it gets: :class:`Wish` and :class:`Decision`. From ``matching`` to ``routing``."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from lightning_amp_plus.fp8.obstacle import Reason
 from lightning_amp_plus.fp8.selection import Fp8Route
 from lightning_amp_plus.policy import Rule
 
@@ -9,7 +10,7 @@ from lightning_amp_plus.policy import Rule
 class Decision(NamedTuple):
     """One module's format, the `match` of the deciding rule (or ``""``), why, whether it is torchmetrics' own, and FP8.
 
-    ``left_out``: of a Linear that was to be in FP8 and is not, ``shape``, ``backend``, ``hardware`` or ``other``.
+    ``left_out``: of a module that was to be in FP8 and is not, the kind of its obstacle. Metrics are never to be.
     """
 
     compute: str
@@ -17,7 +18,7 @@ class Decision(NamedTuple):
     reason: str
     metric: bool
     fp8: Fp8Route | None = None
-    left_out: str = ""
+    left_out: Reason | Literal[""] = ""
 
 
 class Wish(NamedTuple):

@@ -72,10 +72,8 @@ class Fp8Choice:
         if not any(True for _ in module.children()):  # of a container it is what is inside that counts
             name = self._names.aliases[id(module)][0] or "(model)"
             self._asked[rule].append((name, why))
-        kind = "other" if why.kind in ("rule", "op") else why.kind
         match = "" if rule is None else rule.match
-        left_out = kind if isinstance(module, nn.Linear) else ""
-        return Decision(self._policy.base_compute, match, str(why), False, None, left_out)
+        return Decision(self._policy.base_compute, match, str(why), False, None, why.kind)
 
     def _backend(self, rule: Rule | None, recipe: Recipe, gemms: tuple[Gemm, ...]) -> tuple[Backend, str]:
         """What multiplies, and why that."""

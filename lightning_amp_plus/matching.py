@@ -51,11 +51,13 @@ def decide(
         parent = decided[id(names.module[parent_name])] if name else None
         if id(module) in names.metrics:
             decided[id(module)] = _of_metric(name, rules, names.aliases[id(module)])
-        elif parent is not None and is_captive(names.module[parent_name], module):
-            decided[id(module)] = _of_captive(name, rules, names.aliases[id(module)], parent)
+            continue
+        around = wishes.get(id(names.module[parent_name])) if parent is not None else None
+        wish = _wish(rules, around, parent_name, policy, names.aliases[id(module)])
+        if parent is not None and is_captive(names.module[parent_name], module):
+            decided[id(module)] = _of_captive(name, rules, names.aliases[id(module)], parent, wish)
         else:
-            around = wishes.get(id(names.module[parent_name])) if parent is not None else None
-            wish = wishes[id(module)] = _wish(rules, around, parent_name, policy, names.aliases[id(module)])
+            wishes[id(module)] = wish
             decided[id(module)] = fp8.of(module, wish)
     fp8.refuse_wishes_that_came_to_nothing(dict(zip(policy.rules, matched, strict=True)))
     return {name: decided[id(module)] for name, module in names.module.items()}, tuple(dict.fromkeys(kept))
@@ -206,7 +208,7 @@ def is_captive(parent: nn.Module | None, module: nn.Module) -> bool:
     return isinstance(parent, nn.MultiheadAttention) and parent.out_proj is module
 
 
-def _of_captive(name: str, rules: list[Rule], aliases: list[str], parent: Decision) -> Decision:
+def _of_captive(name: str, rules: list[Rule], aliases: list[str], parent: Decision, wish: Wish) -> Decision:
     """For a module that is never called; see :func:`is_captive`."""
     for rule in rules:
         if rule.match in aliases and rule.compute not in (None, parent.compute):
@@ -215,4 +217,5 @@ def _of_captive(name: str, rules: list[Rule], aliases: list[str], parent: Decisi
                 f"calls its out_proj: it computes with the attention, in {parent.compute!r}. Let the rule match the "
                 "attention module."
             )
-    return Decision(parent.compute, parent.rule, "computes inside its MultiheadAttention, which never calls it", False)
+    why = "computes inside its MultiheadAttention, which never calls it"
+    return Decision(parent.compute, parent.rule, why, False, left_out="op" if wish.compute == "fp8" else "")

@@ -20,7 +20,7 @@ from lightning_amp_plus.fp8.backends import BACKENDS
 from lightning_amp_plus.fp8.delayed import attach_histories, forget_history
 from lightning_amp_plus.fp8.recipes import Operand, Recipe
 from lightning_amp_plus.fp8.selection import Fp8Route
-from lightning_amp_plus.matching import decide
+from lightning_amp_plus.matching import decide, is_captive
 from lightning_amp_plus.naming import ModelNames, clean_name
 from lightning_amp_plus.plan_table import FORMATS_LESS_WANTED, as_text, fitting_table
 from lightning_amp_plus.policy import PrecisionPolicy
@@ -218,15 +218,22 @@ def _notes(policy: PrecisionPolicy, names: ModelNames, decisions: Mapping[str, D
 
 
 def _count_of_fp8(names: ModelNames, decisions: Mapping[str, Decision]) -> tuple[str, ...]:
-    """How many layers compute in FP8, and how many that were to do not; a shared layer counts once."""
-    each = list({id(names.module[name]): decision for name, decision in decisions.items()}.values())
-    left_out = Counter(decision.left_out for decision in each if decision.left_out)
-    count = sum(decision.fp8 is not None for decision in each)
+    """How many Linear layers compute in FP8, and how many that were to do not; a shared one counts once."""
+    first = [aliases[0] for aliases in names.aliases.values()]
+    layers = [decisions[name] for name in first if _is_called_linear(names, name)]
+    kinds = [decision.left_out for decision in layers if decision.left_out]
+    left_out = Counter("other" if kind in ("rule", "op") else kind for kind in kinds)
+    count = sum(decision.fp8 is not None for decision in layers)
     if not count and not left_out:
         return ()
     why = ", ".join(f"{kind} {number}" for kind, number in sorted(left_out.items()))
     others = f"; {left_out.total()} that were to do not ({why}; see their reasons)" if left_out else ""
     return (f"{count} Linear layer{'' if count == 1 else 's'} in FP8{others}.",)
+
+
+def _is_called_linear(names: ModelNames, name: str) -> bool:
+    module, around = names.module[name], names.module[name.rpartition(".")[0]]
+    return isinstance(module, nn.Linear) and not is_captive(around, module)
 
 
 def _start_of_fp8(policy: PrecisionPolicy) -> tuple[str, ...]:

@@ -16,6 +16,8 @@ from torch.nn.utils import parametrizations
 from lightning_amp_plus import PrecisionPolicy, Rule, plan
 from lightning_amp_plus.fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, RowwiseScaling
 from lightning_amp_plus.fp8.switch import switch_fp8
+from lightning_amp_plus.matching import decide
+from lightning_amp_plus.naming import ModelNames
 from lightning_amp_plus.routing import RoutePlan, undo
 
 
@@ -34,6 +36,22 @@ class Net(nn.Module):
         x = self.embedding(tokens)
         x = x + self.attention(x, x, x, need_weights=False)[0]
         return self.head(self.block(x))
+
+
+class Lora(nn.Linear):
+    def forward(self, input: Any) -> Any:
+        return super().forward(input) + 1
+
+
+class Mixed(nn.Module):
+    """One layer that fits, and others of every kind that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2)
+        self.norm = nn.LayerNorm(32)
+        self.lora = Lora(32, 32)
+        self.fit, self.narrow, self.plain, self.head = (nn.Linear(inner, 32) for inner in (32, 4, 32, 32))
 
 
 def fp8(**arguments: Any) -> PrecisionPolicy:
@@ -151,6 +169,38 @@ def test_layers_in_fp8_and_those_left_out_are_counted_with_what_kept_them_out() 
     assert plan(nn.Sequential(nn.Linear(4, 32)), "bf16-mixed").notes == ()
 
 
+def test_heads_and_forwards_of_their_own_count_as_others_and_what_is_no_layer_of_its_own_does_not() -> None:
+    routes = plan(Mixed(), fp8(rules=[Rule("plain", compute="bf16")]))
+    assert routes.notes == ("1 Linear layer in FP8; 3 that were to do not (other 2, shape 1; see their reasons).",)
+
+
+def left_out(policy: PrecisionPolicy) -> dict[str, str]:
+    return {name: decision.left_out for name, decision in decide(ModelNames(Mixed()), policy)[0].items()}
+
+
+def test_every_module_that_was_to_be_in_fp8_and_is_not_says_of_what_kind_its_obstacle_is() -> None:
+    unfit = [Rule("plain", compute="fp8", recipe="mx", backend="torchao"), Rule("norm", compute="fp32")]
+    assert left_out(fp8(fallback="bf16", rules=unfit)) == {
+        "": "op",
+        "attention": "op",
+        "attention.out_proj": "op",
+        "norm": "",
+        "lora": "op",
+        "fit": "",
+        "narrow": "shape",
+        "plain": "backend",
+        "head": "rule",
+    }
+
+
+def test_a_module_that_no_rule_wants_in_fp8_is_not_left_out() -> None:
+    assert set(left_out(PrecisionPolicy("bf16")).values()) == {""}
+    by_rule = left_out(PrecisionPolicy("bf16", rules=[Rule("[!a]*", compute="fp8")]))
+    assert {name for name, kind in by_rule.items() if kind} == {"norm", "lora", "narrow", "head"}
+    attention = left_out(fp8(rules=[Rule("attention", compute="bf16")]))
+    assert attention["attention"] == attention["attention.out_proj"] == "" and attention["norm"] == "op"
+
+
 def test_mx_asks_for_multiples_of_32() -> None:
     rules = [Rule("type:Linear", compute="fp8", recipe=MXScaling())]
     routes = plan(nn.Sequential(nn.Linear(48, 32), nn.Linear(32, 64)), PrecisionPolicy("bf16", rules=rules))
@@ -179,10 +229,6 @@ def test_fp16_around_fp8_is_refused() -> None:
 
 
 def test_a_linear_with_a_forward_of_its_own_stays_as_it_is() -> None:
-    class Lora(nn.Linear):
-        def forward(self, input: Any) -> Any:
-            return super().forward(input) + 1
-
     routes = plan(nn.Sequential(Lora(32, 32), nn.Linear(32, 32)), fp8())
     assert computes(routes)["0"] == "bf16" and "Lora has a forward of its own" in routes["0"].reason
 
