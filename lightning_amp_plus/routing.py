@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
 _COLUMNS = ("module", "compute", "parameter", "input", "weight", "output", "accumulator", "optimizer", "rule", "reason")
+_ABOUT_FP8 = {"fp8", "left_out"}  # fields of a route that are written only where they hold something
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Route:
         rule: `match` of the rule that decided; empty if none did.
         reason: Why it got this route.
         fp8: How it computes in FP8, if it does.
+        left_out: Of a module that was to compute in FP8 and does not, the kind of its obstacle, as of
+            :class:`~lightning_amp_plus.fp8.obstacle.Obstacle`; else empty.
     """
 
     name: str
@@ -72,11 +75,13 @@ class Route:
     rule: str
     reason: str
     fp8: Fp8Route | None = None
+    left_out: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The route in plain types; the key ``fp8`` is there only where it computes in FP8."""
-        plain = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "fp8"}
-        return plain if self.fp8 is None else {**plain, "fp8": self.fp8.to_dict()}
+        """The route in plain types; the keys ``fp8`` and ``left_out`` are there only where they hold something."""
+        plain = {item.name: getattr(self, item.name) for item in fields(self)}
+        plain["fp8"] = None if self.fp8 is None else self.fp8.to_dict()
+        return {key: value for key, value in plain.items() if value or key not in _ABOUT_FP8}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Route":
@@ -135,9 +140,10 @@ class RoutePlan:
             ValueError: If keys are missing or unknown, naming them.
         """
         _exactly("A plan", values, {"policy", "device_type", "routes", "kept_buffers", "notes"})
-        names = {item.name for item in fields(Route)} - {"fp8"}
+        names = {item.name for item in fields(Route)} - _ABOUT_FP8
         for index, route in enumerate(values["routes"]):
-            _exactly(f"Route {index} of a plan", {key: value for key, value in route.items() if key != "fp8"}, names)
+            always = {key: value for key, value in route.items() if key not in _ABOUT_FP8}
+            _exactly(f"Route {index} of a plan", always, names)
         routes = tuple(Route.from_dict(route) for route in values["routes"])
         policy = PrecisionPolicy.from_dict(values["policy"])
         kept_buffers, notes = tuple(values["kept_buffers"]), tuple(values["notes"])
@@ -165,9 +171,8 @@ class RoutePlan:
     @cached_property
     def _described(self) -> dict[str, dict[str, str]]:
         # Made once: a plan never changes, and checkpoints are written often.
-        return {
-            route.name: {k: v for k, v in route.to_dict().items() if k not in ("name", "fp8")} for route in self.routes
-        }
+        not_here = {"name", *_ABOUT_FP8}
+        return {route.name: {k: v for k, v in route.to_dict().items() if k not in not_here} for route in self.routes}
 
     def __str__(self) -> str:
         return as_text(self._rows(), self.notes)
@@ -342,6 +347,7 @@ def _route(name: str, module: nn.Module, decision: Decision, policy: PrecisionPo
         rule=decision.rule,
         reason=reason,
         fp8=decision.fp8,
+        left_out=decision.left_out,
     )
 
 

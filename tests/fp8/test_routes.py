@@ -16,8 +16,6 @@ from torch.nn.utils import parametrizations
 from lightning_amp_plus import PrecisionPolicy, Rule, plan
 from lightning_amp_plus.fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, RowwiseScaling
 from lightning_amp_plus.fp8.switch import switch_fp8
-from lightning_amp_plus.matching import decide
-from lightning_amp_plus.naming import ModelNames
 from lightning_amp_plus.routing import RoutePlan, undo
 
 
@@ -175,7 +173,7 @@ def test_heads_and_forwards_of_their_own_count_as_others_and_what_is_no_layer_of
 
 
 def left_out(policy: PrecisionPolicy) -> dict[str, str]:
-    return {name: decision.left_out for name, decision in decide(ModelNames(Mixed()), policy)[0].items()}
+    return {route.name: route.left_out for route in plan(Mixed(), policy).routes}
 
 
 def test_every_module_that_was_to_be_in_fp8_and_is_not_says_of_what_kind_its_obstacle_is() -> None:
@@ -242,6 +240,17 @@ def test_a_plan_with_fp8_comes_back_from_json_and_can_be_applied() -> None:
     assert routes["block.1"].fp8 is not None and routes["block.1"].fp8.gemms == ("fprop",)
     again.apply(Net())
     assert json.loads(json.dumps(routes.describe()))["fp8"]["block.3"]["recipe"]["name"] == "current"
+
+
+def test_a_plan_in_json_keeps_the_kind_of_obstacle_only_where_there_is_one_and_a_manifest_none() -> None:
+    routes = plan(Mixed(), fp8())
+    written = {route["name"]: route for route in json.loads(routes.to_json())["routes"]}
+    assert written["head"]["left_out"] == "rule" and "fp8" not in written["head"]
+    assert "left_out" not in written["fit"] and written["fit"]["fp8"]["backend"] == "reference"
+    again = RoutePlan.from_json(routes.to_json())
+    assert again == routes and again["narrow"].left_out == "shape" and again["fit"].left_out == ""
+    assert not any({"left_out", "fp8"} & set(route) for route in routes.describe()["routes"].values())
+    assert not any("left_out" in route.to_dict() for route in plan(Mixed(), "bf16-mixed").routes)
 
 
 # -------------------------------------------------------------------- the model stays what it is
