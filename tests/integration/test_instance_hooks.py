@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from lightning_amp_plus.integration.instance_hooks import InstanceHooks
 
 
@@ -76,3 +78,26 @@ def test_what_somebody_else_had_put_on_the_instance_comes_back() -> None:
     assert greeter.greet() == "*theirs.*"
     hooks.undo()
     assert greeter.greet is theirs
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_wrappers_of_one_method_end_in_any_order(first: int) -> None:
+    greeter, both = Greeter("a"), (InstanceHooks(), InstanceHooks())
+    for hooks, by in zip(both, "*+", strict=True):
+        hooks.wrap(greeter, "greet", surrounded(by))
+    assert greeter.greet() == "+*hello a.*+"
+    both[first].undo()
+    assert greeter.greet() == ("+hello a.+", "*hello a.*")[first]
+    both[1 - first].undo()
+    assert vars(greeter) == {"name": "a"}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_whichever_wrapper_ends_last_puts_back_what_was_on_the_instance(first: int) -> None:
+    greeter, both = Greeter("a"), (InstanceHooks(), InstanceHooks())
+    greeter.greet = own = lambda: "own"  # type: ignore[method-assign, assignment, misc]
+    for hooks in both:
+        hooks.wrap(greeter, "greet", surrounded("*"))
+    both[first].undo()
+    both[1 - first].undo()
+    assert greeter.greet is own  # type: ignore[comparison-overlap]
