@@ -1,5 +1,6 @@
 """Names of a model's modules, by every way that reaches them, and globs that meet them. Used wherever modules are named."""
 
+import re
 from collections.abc import Iterable, Iterator
 
 from torch import nn
@@ -15,6 +16,11 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 def clean_name(name: str) -> str:
     """A qualified name without the segments that wrappers put in."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def pattern_of(name: str) -> str:
+    """A qualified name with ``*`` for its numbers, which those of repeated blocks have in common."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 class ModelNames:

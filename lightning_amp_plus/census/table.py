@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from lightning_amp_plus.census.census import COLUMNS
 from lightning_amp_plus.census.comparing import NOT_COMPARED
+from lightning_amp_plus.naming import pattern_of
 from lightning_amp_plus.plan_table import cell
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _folded(modules: Iterable[Any]) -> str:
     """Names in few words: those that differ in a number are counted under one pattern."""
     alike: dict[str, list[str]] = {}
     for name in modules:
-        alike.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
+        alike.setdefault(pattern_of(name), []).append(name)
     said = [
         f"{cell(pattern)} ({len(names)})" if len(names) > 1 else cell(names[0]) or "(model)"
         for pattern, names in alike.items()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 
 from lightning_amp_plus.checkpoint.manifest import Manifest
+from lightning_amp_plus.naming import pattern_of
 from lightning_amp_plus.plan_table import cell
 
 UNKNOWN = "not recorded"
@@ -50,7 +50,7 @@ def folded(modules: Iterable[tuple[str, str]]) -> str:
     """
     alike: dict[tuple[str, str], list[str]] = {}
     for name, kind in modules:
-        alike.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "*", name), kind), []).append(name)
+        alike.setdefault((pattern_of(name), kind), []).append(name)
     said = [
         f"{cell(pattern)} ({cell(f'{len(names)} {kind}')})" if len(names) > 1 else _name(names[0])
         for (pattern, kind), names in alike.items()
