@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from lightning_amp_plus.fp8.obstacle import Reason
+from lightning_amp_plus.fp8.obstacle import ObstacleKind
 from lightning_amp_plus.fp8.selection import Fp8Route
 from lightning_amp_plus.policy import Rule
 
@@ -18,7 +18,7 @@ class Decision(NamedTuple):
     reason: str
     metric: bool
     fp8: Fp8Route | None = None
-    left_out: Reason | Literal[""] = ""
+    left_out: ObstacleKind | Literal[""] = ""
 
 
 class Wish(NamedTuple):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from lightning_amp_plus.casts import BITS_16, DTYPES, dtype_name
 from lightning_amp_plus.decision import Decision
 from lightning_amp_plus.fp8.backends import BACKENDS
 from lightning_amp_plus.fp8.delayed import attach_histories, forget_history
+from lightning_amp_plus.fp8.obstacle import ObstacleKind
 from lightning_amp_plus.fp8.recipes import Operand, Recipe
 from lightning_amp_plus.fp8.selection import Fp8Route
 from lightning_amp_plus.matching import decide, is_captive
@@ -75,7 +76,7 @@ class Route:
     rule: str
     reason: str
     fp8: Fp8Route | None = None
-    left_out: str = ""
+    left_out: ObstacleKind | Literal[""] = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The route in plain types; the keys ``fp8`` and ``left_out`` are there only where they hold something."""

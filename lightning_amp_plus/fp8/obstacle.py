@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Reason = Literal["rule", "shape", "op", "hardware", "backend"]
+ObstacleKind = Literal["rule", "shape", "op", "hardware", "backend"]
 
 
 class Obstacle(NamedTuple):
@@ -17,7 +17,7 @@ class Obstacle(NamedTuple):
         text: The obstacle in words.
     """
 
-    kind: Reason
+    kind: ObstacleKind
     text: str
 
     def __str__(self) -> str:

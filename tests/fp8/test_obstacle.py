@@ -11,7 +11,7 @@ from torch import nn
 from lightning_amp_plus.fp8 import CurrentScaling, RowwiseScaling
 from lightning_amp_plus.fp8.backends import BACKENDS
 from lightning_amp_plus.fp8.backends.base import native_obstacle
-from lightning_amp_plus.fp8.obstacle import Obstacle, Reason
+from lightning_amp_plus.fp8.obstacle import Obstacle, ObstacleKind
 from lightning_amp_plus.fp8.recipes import GEMMS
 from lightning_amp_plus.fp8.selection import better_high, obstacle, too_small
 
@@ -22,12 +22,12 @@ class Lora(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", ["shape", "hardware", "backend"])
-def test_a_kind_that_the_text_does_not_say_stands_before_it(kind: Reason) -> None:
+def test_a_kind_that_the_text_does_not_say_stands_before_it(kind: ObstacleKind) -> None:
     assert str(Obstacle(kind, "not so")) == f"{kind}: not so"
 
 
 @pytest.mark.parametrize("kind", ["op", "rule"])
-def test_what_a_module_is_or_is_for_reads_without_its_kind(kind: Reason) -> None:
+def test_what_a_module_is_or_is_for_reads_without_its_kind(kind: ObstacleKind) -> None:
     assert str(Obstacle(kind, "a head: small differences")) == "a head: small differences"
 
 
