@@ -63,7 +63,7 @@ def as_table(title: str, rows: Sequence[Sequence[str]], notes: Sequence[str], le
 
     left_out = list(left_out)
     shown = [index for index, name in enumerate(rows[0]) if name not in left_out]
-    table = Table(title=title)
+    table = Table(title=title, caption_justify="left")
     for index in shown:
         name = rows[0][index]
         table.add_column(name, overflow="fold", no_wrap=name not in _PROSE)
