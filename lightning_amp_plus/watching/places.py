@@ -49,12 +49,14 @@ class Place(NamedTuple):
         phase: Which part of the step.
         frame: The call of the module, in the forward.
         accumulates: Whether autograd is adding to a parameter's ``grad``.
+        node: In the backward, what :meth:`Places.next_node` said when the node was made that runs now.
     """
 
     module: str
     phase: Phase
     frame: Frame | None = None
     accumulates: bool = False
+    node: tuple[int, int] | None = None
 
 
 class Places:
@@ -84,6 +86,7 @@ class Places:
         # Node numbers and the module that was running from each on; those of recomputations by the backward they ran in.
         self._marks: dict[int, tuple[list[int], list[str]]] = {_NO_TASK: ([], [])}
         self._outer_task: int | None = None
+        self._last: tuple[int, int, Place] | None = None  # of the node that the operation before this one ran in
 
     def own(self, parameter: Tensor, name: str) -> None:
         """Says whose a parameter is; of a tied one the first says it."""
@@ -127,6 +130,7 @@ class Places:
         self._leave(frame, (args, kwargs), output)
 
     def _mark(self, task: int) -> None:
+        self._last = None
         numbers, names = self._marks.setdefault(task, ([], []))
         top = self.stack[-1] if self.stack else None
         numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
@@ -142,7 +146,7 @@ class Places:
     def new_backward(self) -> None:
         """A backward begins that is not one inside another."""
         if torch._C._current_graph_task_id() == _NO_TASK:
-            self._outer_task = None
+            self._outer_task = self._last = None
 
     # ---------------------------------------------------------------- the question
 
@@ -159,6 +163,10 @@ class Places:
             return Place("(optimizer)", "optimizer")
         return Place("", "forward") if self.in_training_step else Place("(step)", "step")
 
+    def next_node(self) -> tuple[int, int]:
+        """The backward that runs now, and the number that the next autograd node will get in it."""
+        return torch._C._current_graph_task_id(), torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
     def _in_backward(self, task: int) -> Place:
         node: Any = torch._C._current_autograd_node()
         if node is None:  # when all nodes are done: what waited for gradients, such as DDP's reducer
@@ -167,13 +175,20 @@ class Places:
         if variable is not None:
             return Place(self._owners.get(id(variable), ""), "backward", accumulates=True)
         number = node._sequence_nr()
+        if self._last is not None and self._last[:2] == (task, number):
+            return self._last[2]
+        place = self._of_node(task, number)
+        self._last = task, number, place
+        return place
+
+    def _of_node(self, task: int, number: int) -> Place:
         if task != self._outer_task:
             # A backward inside a backward, of what was recomputed there. On a GPU that ran in a thread of autograd's own,
             # which numbers its nodes anew, so these come first.
-            for numbers, names in list(self._marks.values())[:0:-1]:
+            for made_in, (numbers, names) in list(self._marks.items())[:0:-1]:
                 if numbers[0] <= number < numbers[-1]:
-                    return Place(_at(numbers, names, number), "backward")
-        return Place(_at(*self._marks[_NO_TASK], number), "backward")
+                    return Place(_at(numbers, names, number), "backward", node=(made_in, number))
+        return Place(_at(*self._marks[_NO_TASK], number), "backward", node=(_NO_TASK, number))
 
 
 def _at(numbers: list[int], names: list[str], number: int) -> str:

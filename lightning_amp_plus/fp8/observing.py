@@ -1,0 +1,286 @@
+"""Watches the GEMMs of a training step: :class:`GemmWatcher` sees them, :class:`Tally` adds them up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
+
+from lightning_amp_plus.fp8.coverage import TIMES, GemmRow
+from lightning_amp_plus.fp8.fallback import Fallbacks
+from lightning_amp_plus.fp8.gemms import Product, is_product, products
+from lightning_amp_plus.watching.modules import Watchable
+from lightning_amp_plus.watching.ops import Op, op_of, place_of, plain_parts, short
+from lightning_amp_plus.watching.places import Frame, Place, Places
+from lightning_amp_plus.watching.watcher import Watcher
+
+_Key = tuple[str, str, str, str, str, str, str, bool]
+# What a layer in FP8 does besides quantizing and multiplying: it adds a bias, and up the bias's gradient.
+_OF_THE_BIAS = ("add", "sum")
+
+
+@dataclass
+class Tally:
+    """What the micro-batches of a window have come to.
+
+    Attributes:
+        work: Number of GEMMs and FLOPs by what tells rows apart: the fields of a :class:`GemmRow` but for those two.
+        nanoseconds: Time in operators by module and kind: ``gemm``, ``cast``, ``bias``, ``other``.
+        unknown: Operators whose work has no formula.
+    """
+
+    work: dict[_Key, list[int]] = field(default_factory=dict)
+    nanoseconds: dict[tuple[str, str], int] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+
+    def add(self, key: _Key, flops: int | None) -> None:
+        """One GEMM more."""
+        if flops is None:
+            self.unknown.add(key[3])
+        known = self.work.setdefault(key, [0, 0])
+        known[0] += 1
+        known[1] += flops or 0
+
+    def rows(self) -> tuple[GemmRow, ...]:
+        """All GEMMs, in the order in which each was met first."""
+        return tuple(GemmRow(*key, count=count, flops=flops) for key, (count, flops) in self.work.items())
+
+    def spent(self, leaves: Iterable[str]) -> dict[str, int]:
+        """Nanoseconds in GEMMs, in casts and quantization, and in the rest, in the order of :data:`coverage.TIMES`.
+
+        Args:
+            leaves: Modules without modules inside. Where one of them multiplied in FP8, all that it did besides is
+                quantization, but for its bias.
+        """
+        quantizing = {key[0] for key in self.work if not key[6]} & set(leaves)
+        spent = dict.fromkeys(TIMES, 0)
+        for (module, kind), time in self.nanoseconds.items():
+            if kind == "other" and module in quantizing:
+                kind = "cast"
+            spent[kind if kind in spent else "rest"] += time
+        return spent
+
+
+class _Call(Frame):
+    """A call of a module, and how many products were dispatched in it itself."""
+
+    __slots__ = ("module", "products")
+
+    def __init__(self, name: str, task: int, module: nn.Module, inputs: Any) -> None:
+        super().__init__(name, task)
+        self.module = module
+        self.products = 0
+
+
+@dataclass
+class _Forward:
+    """A product of the forward that gradients will be computed for.
+
+    Attributes:
+        sizes: The last two sizes of either operand, in ascending order.
+        memory: Where the operands lie.
+        weight: Which of the operands is a weight, 0 or 1; ``None`` if neither is.
+        gradients: How many of its gradients were computed without anything but their order telling whose they are.
+    """
+
+    sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    memory: tuple[int, int]
+    weight: int | None
+    gradients: int = 0
+
+
+class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
+    """Watches one micro-batch. It changes no number.
+
+    Args:
+        parts: What can be watched of the model.
+        fallbacks: Says why a GEMM was not in FP8.
+        tally: Filled with what is seen.
+    """
+
+    def __init__(self, parts: Watchable, fallbacks: Fallbacks, tally: Tally) -> None:
+        super().__init__(Places(parts.module, _Call, self._left))
+        self._parts = parts
+        self._fallbacks = fallbacks
+        self._tally = tally
+        self._regions = set(parts.hidden.values())
+        self._forwards: dict[tuple[int, int], list[_Forward]] = {}
+        self._weights: dict[int, StorageWeakRef | None] = {}
+        for owned in parts.layers.values():
+            for module, key in owned:
+                for part in plain_parts(module._parameters[key]):  # type: ignore[arg-type]
+                    self._weights[place_of(part)] = None
+
+    def watch(self, strategy: Any, optimizers: list[torch.optim.Optimizer]) -> Callable[[], None]:
+        """Watches what a strategy computes. Returns the function that ends it."""
+        return self.around(strategy, self._parts.module.values(), optimizers)
+
+    # ---------------------------------------------------------------- one operation
+
+    @override
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation, and looks at it."""
+        began = perf_counter_ns()
+        result = func(*args, **kwargs)
+        spent = perf_counter_ns() - began
+        known = _seen_ops.get(id(func))  # an operator's own hash takes longer than all the rest here
+        op, kind = known if known is not None else _kind_of(func)
+        if kind == "nothing":
+            return result
+        place = self.places.here()
+        if kind == "gemm":
+            self._multiplied(op, place, args, result)
+        elif kind == "cast":
+            kind = self._copied(op, args, result)
+        spot = place.module, kind
+        nanoseconds = self._tally.nanoseconds
+        nanoseconds[spot] = nanoseconds.get(spot, 0) + spent
+        return result
+
+    def _copied(self, op: Op, args: Any, result: Any) -> str:
+        """Follows the casts of weights, and says whether it was a cast."""
+        source = args[1] if op.base == "copy" and len(args) > 1 else args[0]
+        if not isinstance(source, Tensor) or not isinstance(result, Tensor) or source.dtype == result.dtype:
+            return "other"
+        if op.base == "_to_copy" and self._holds_weight(place_of(source)):
+            self._weights[place_of(result)] = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]
+        return "cast"
+
+    def _holds_weight(self, memory: int) -> bool:
+        if memory not in self._weights:
+            return False
+        reference = self._weights[memory]
+        if reference is None or not reference.expired():  # type: ignore[no-untyped-call]
+            return True
+        del self._weights[memory]  # it is another tensor's by now
+        return False
+
+    def _multiplied(self, op: Op, place: Place, args: Any, result: Any) -> None:
+        frame = place.frame if isinstance(place.frame, _Call) else None
+        region = place.module in self._regions
+        for product in products(op.base, op.kind, args, result):
+            role, forward = self._role(product, place, frame, region)
+            kind = product.kind
+            if kind == "gemm" and op.base in ("bmm", "baddbmm") and forward is not None and forward.weight is None:
+                kind = "attention"
+            format, engine, in_fp8 = _format(op, args, product)
+            product = product._replace(kind=kind)
+            reason = "" if in_fp8 else self._fallbacks.why(product, place.module, role)
+            self._tally.add((place.module, role, kind, op.name, format, engine, reason, region), product.flops)
+        if frame is not None:
+            frame.products += 1
+
+    # ---------------------------------------------------------------- what a product is for
+
+    def _role(self, product: Product, place: Place, frame: _Call | None, region: bool) -> tuple[str, _Forward | None]:
+        """The role of a product, and the product of the forward that it is one of or a gradient of."""
+        if place.phase in ("optimizer", "step"):
+            return "optimizer", None
+        recomputes = frame is not None and frame.recomputes
+        # Outside of any module only a recomputation builds a graph in backward.
+        recomputes |= place.phase == "backward" and (product.role == "fprop" or torch.is_grad_enabled())
+        if place.phase == "forward" or recomputes:
+            forward = self._note(product, frame)
+            return ("recompute" if recomputes else "fprop"), forward
+        forwards = [] if place.node is None else self._forwards.get(place.node, [])
+        if product.role:
+            return product.role, forwards[0] if forwards else None
+        if region:
+            return "backward", None
+        return self._gradient(product, forwards)
+
+    def _note(self, product: Product, frame: _Call | None) -> _Forward | None:
+        left, right = product.left, product.right
+        if left is None or right is None:
+            return None
+        sizes, memory = (_sizes(left), _sizes(right)), (place_of(left), place_of(right))
+        weight = next((side for side in (1, 0) if self._holds_weight(memory[side])), None)
+        if weight is None and frame is not None:  # a weight that was made or quantized from one is known by its sizes
+            own = {tuple(sorted(p.shape)) for p in frame.module._parameters.values() if p is not None}
+            weight = next((side for side in (1, 0) if sizes[side] in own), None)
+        forward = _Forward(sizes, memory, weight)
+        task, number = self.places.next_node()
+        self._forwards.setdefault((task, number - 1), []).append(forward)
+        return forward
+
+    def _gradient(self, product: Product, forwards: list[_Forward]) -> tuple[str, _Forward | None]:
+        """Whose gradient it is: an operand's by its sizes, by what it is multiplied with, at last by the order."""
+        left, right, result = product.left, product.right, product.result
+        if left is None or right is None or result is None:
+            return "backward", None
+        found = tuple(sorted(result[-2:]))
+        for forward in forwards:
+            sides = [side for side in (0, 1) if forward.sizes[side] == found]
+            if not sides:
+                continue
+            if forward.weight is None:
+                return "dgrad", forward
+            if len(sides) == 2:
+                sides = self._by_partner(forward, left, right)
+            return ("wgrad" if sides[0] == forward.weight else "dgrad"), forward
+        return "backward", None
+
+    def _by_partner(self, forward: _Forward, left: Tensor, right: Tensor) -> list[int]:
+        assert forward.weight is not None
+        other = 1 - forward.weight
+        for memory in (place_of(left), place_of(right)):
+            if memory == forward.memory[forward.weight] or self._holds_weight(memory):
+                return [other]
+            if memory == forward.memory[other]:
+                return [forward.weight]
+        forward.gradients += 1
+        return [other] if forward.gradients == 1 else [forward.weight]
+
+    # ---------------------------------------------------------------- what shows no operation
+
+    def _left(self, frame: Frame, inputs: Any, output: Any) -> None:
+        return
+
+
+def _sizes(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(sorted(tensor.shape[-2:]))
+
+
+_seen_ops: dict[int, tuple[Op, str]] = {}  # operators live as long as the process
+
+
+def _kind_of(func: Any) -> tuple[Op, str]:
+    """An operator, and what its time is spent in."""
+    op = op_of(func)
+    if is_product(op.base, op.kind):
+        kind = "gemm"
+    elif op.kind in ("nothing", "copy"):
+        kind = "cast" if op.kind == "copy" else "nothing"
+    else:
+        kind = "bias" if op.base in _OF_THE_BIAS else "other"
+    if isinstance(func, torch._ops.OpOverload):
+        _seen_ops[id(func)] = op, kind
+    return op, kind
+
+
+def _format(op: Op, args: Any, product: Product) -> tuple[str, str, bool]:
+    """Format of the operands, what multiplied, and whether it was FP8."""
+    if op.base == "fp8_gemm":
+        left, _, right = str(args[3]).partition(" x ")
+        return (left if left == right else f"{left} x {right}"), str(args[4]), True
+    if product.left is None or product.right is None:
+        return "-", "native", False
+    return _of_dtypes(product.left.dtype, product.right.dtype)
+
+
+@cache
+def _of_dtypes(left: torch.dtype, right: torch.dtype) -> tuple[str, str, bool]:
+    format = short(left) if left == right else f"{short(left)} x {short(right)}"
+    return format, "native", is_fp8(left) and is_fp8(right)
+
+
+def is_fp8(dtype: torch.dtype) -> bool:
+    """Whether numbers of a dtype are FP8, of any of its formats; the exponents of MX scales are none."""
+    return str(dtype).startswith(("torch.float8_e4m3", "torch.float8_e5m2"))
