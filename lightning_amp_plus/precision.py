@@ -221,6 +221,11 @@ class AmpPrecision(FSDPPrecision):
         grad_norm = self._sequence.verdicts.grad_norm
         return grad_norm.holders(parameter) if isinstance(grad_norm, ShardedGradNorm) else self.consensus.world_size
 
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """What :meth:`set_route` has moved in this run, or in the one that it continues, oldest first."""
+        return self._moves
+
     def set_route(self, module_name: str, compute: ComputeFormat, reason: str = "") -> None:
         """Moves a module, and what is below it, to another compute format while training. The optimizer is not touched.
 

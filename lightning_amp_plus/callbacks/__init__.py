@@ -3,6 +3,7 @@
 from lightning_amp_plus.callbacks.activation import ActivationMonitor
 from lightning_amp_plus.callbacks.checkpoint import PrecisionCheckpoint
 from lightning_amp_plus.callbacks.dtype_census import DtypeCensus
+from lightning_amp_plus.callbacks.fp8_coverage import Fp8CoverageMonitor
 from lightning_amp_plus.callbacks.gradient import GradientMonitor
 from lightning_amp_plus.callbacks.loss_scale import LossScaleMonitor
 from lightning_amp_plus.callbacks.suite import precision_callbacks
@@ -11,6 +12,7 @@ from lightning_amp_plus.callbacks.update_ratio import UpdateRatioMonitor
 __all__ = [
     "ActivationMonitor",
     "DtypeCensus",
+    "Fp8CoverageMonitor",
     "GradientMonitor",
     "LossScaleMonitor",
     "PrecisionCheckpoint",

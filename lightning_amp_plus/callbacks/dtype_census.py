@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus.autocast_probe import AS_GIVEN
-from lightning_amp_plus.callbacks.monitor import Monitor, batches_that_stepped
+from lightning_amp_plus.callbacks.monitor import Monitor, batches_that_stepped, flag
 from lightning_amp_plus.census.across_ranks import ranks_that_differ
 from lightning_amp_plus.census.census import Census
 from lightning_amp_plus.census.comparing import (
@@ -75,9 +75,7 @@ class DtypeCensus(Monitor):
     """
 
     def __init__(self, every_n_steps: int | None = None, verbose: bool = False) -> None:
-        if not isinstance(verbose, bool):
-            raise ValueError(f"DtypeCensus(verbose={verbose!r}): expected True or False.")
-        self.verbose = verbose
+        self.verbose = flag(self, "verbose", verbose)
         self.last: Census | None = None
         super().__init__(every_n_steps)
 

@@ -333,3 +333,14 @@ def whole_number(callback: Any, name: str, value: Any) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if not whole and not (name == "every_n_steps" and value is None):
         raise ValueError(f"{type(callback).__name__}({name}={value!r}): expected a whole number of at least 1.")
+
+
+def flag(callback: Any, name: str, value: Any) -> bool:
+    """A setting that is True or False.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{type(callback).__name__}({name}={value!r}): expected True or False.")
+    return value

@@ -8,6 +8,7 @@ from lightning.pytorch import Callback
 
 from lightning_amp_plus.callbacks.activation import ActivationMonitor
 from lightning_amp_plus.callbacks.dtype_census import DtypeCensus
+from lightning_amp_plus.callbacks.fp8_coverage import Fp8CoverageMonitor
 from lightning_amp_plus.callbacks.gradient import GradientMonitor
 from lightning_amp_plus.callbacks.loss_scale import LossScaleMonitor
 from lightning_amp_plus.callbacks.update_ratio import UpdateRatioMonitor
@@ -18,7 +19,8 @@ def precision_callbacks(level: Literal["light", "full"] = "light", every_n_steps
 
     Args:
         level: ``light``: what can stay on in every run, the loss scale, gradients and update ratios. ``full``: activations,
-            parameters, histograms and a dtype census of the first step too, for looking into a run.
+            parameters, histograms, a dtype census of the first step and, where there is FP8, its coverage too, for
+            looking into a run.
         every_n_steps: Interval of all of them; by default the Trainer's ``log_every_n_steps``.
 
     Raises:
@@ -36,4 +38,5 @@ def precision_callbacks(level: Literal["light", "full"] = "light", every_n_steps
         GradientMonitor(every_n_steps),
         UpdateRatioMonitor(every_n_steps),
     ]
-    return [*light, ActivationMonitor(every_n_steps), DtypeCensus()] if full else light
+    more = [ActivationMonitor(every_n_steps), Fp8CoverageMonitor(every_n_steps, always=False), DtypeCensus()]
+    return [*light, *more] if full else light
