@@ -92,7 +92,14 @@ class TheirDebugging(L.Callback):
 
 
 def fit(
-    kind: str, *, callbacks: Any = (), norms: bool = False, steps: int = 14, count: bool = False, **trainer: Any
+    kind: str,
+    *,
+    callbacks: Any = (),
+    policy: str = "bf16-mixed",
+    norms: bool = False,
+    steps: int = 14,
+    count: bool = False,
+    **trainer: Any,
 ) -> Meter:
     meter = Meter(count)
     model = Model(kind)
@@ -108,7 +115,7 @@ def fit(
         "enable_model_summary": False,
         "log_every_n_steps": 1,
     }
-    plugin = AmpPrecision("bf16-mixed")
+    plugin = AmpPrecision(policy)
     with contextlib.redirect_stdout(io.StringIO()):  # the table at the end is none of the step's
         L.Trainer(plugins=[plugin], callbacks=[meter, *callbacks], **{**options, **trainer}).fit(
             model, DataLoader(batches, batch_size=None)
