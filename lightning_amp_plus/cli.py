@@ -17,6 +17,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 
 from lightning_amp_plus.commands.compare import Comparison, check, diff
 from lightning_amp_plus.commands.inspect import inspect
+from lightning_amp_plus.commands.observe import observe
 from lightning_amp_plus.commands.run_config import RunConfig, UsageError, reporting
 from lightning_amp_plus.routing import plan
 
@@ -93,10 +94,21 @@ def _add_explain(commands: _Commands) -> None:
         help="print what every module of a LightningCLI config's model computes in",
         description=(
             "Builds the model of a LightningCLI config and prints the plan, without training: what every module "
-            "computes in, and why. Python modules are also looked for in the current directory."
+            "computes in, and why. With --observe one step is trained, and what its GEMMs ran in is printed too. Python "
+            "modules are also looked for in the current directory."
         ),
     )
     _add_config(command)
+    command.add_argument(
+        "--observe",
+        action="store_true",
+        help="train one step on one device and show what its GEMMs really ran in; nothing is saved",
+    )
+    command.add_argument(
+        "--data",
+        metavar="MODULE:CLASS",
+        help="the data module's class, where --observe needs it and the config names none",
+    )
     command.set_defaults(run=_explain)
 
 
@@ -158,6 +170,8 @@ def _add_all(command: argparse.ArgumentParser) -> None:
 
 def _explain(arguments: argparse.Namespace) -> tuple[Shown, int]:
     config = RunConfig.read(arguments.config)
+    if arguments.observe:
+        return observe(config, arguments.model, arguments.data), 0
     policy = config.policy()
     model = config.build_model(arguments.model)
     with reporting("there is no plan"):

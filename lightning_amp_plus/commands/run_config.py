@@ -35,10 +35,12 @@ class RunConfig:
     Attributes:
         trainer: Arguments of the Trainer.
         model: The section ``model``, in whatever form.
+        data: The section ``data``.
     """
 
     trainer: Mapping[str, Any]
     model: Any
+    data: Any = None
 
     @classmethod
     def read(cls, path: Path) -> RunConfig:
@@ -55,7 +57,7 @@ class RunConfig:
         if os.getcwd() not in sys.path:  # an installed command does not have it, unlike `python train.py`
             sys.path.insert(0, os.getcwd())
         config = _sections(path)
-        return cls(config.get("trainer") or {}, config.get("model"))
+        return cls(config.get("trainer") or {}, config.get("model"), config.get("data"))
 
     def names_precision(self) -> bool:
         """Whether the config says anything of the precision."""
@@ -69,8 +71,11 @@ class RunConfig:
         """
         return self._precision()[0]
 
-    def plugin(self) -> AmpPrecision:
+    def plugin(self, instead: PrecisionPolicy | None = None) -> AmpPrecision:
         """The plugin that the config describes: that of its policy, with the other arguments given there.
+
+        Args:
+            instead: A policy to take in the place of the config's.
 
         Raises:
             UsageError: As :meth:`policy`, and where the plugin refuses its arguments or cannot work with the strategy.
@@ -82,7 +87,7 @@ class RunConfig:
         with reporting(where):
             if "loss_scale" in arguments:
                 arguments["loss_scale"] = _loss_scale(arguments["loss_scale"], where)
-            plugin = (cls or AmpPrecision)(policy, **arguments)
+            plugin = (cls or AmpPrecision)(instead or policy, **arguments)
         with reporting("trainer.strategy"):
             refuse_strategy(_path(self._argument("strategy", "auto")))
         return plugin
@@ -96,27 +101,21 @@ class RunConfig:
         Raises:
             UsageError: If no class is named, or the model cannot be built.
         """
-        from jsonargparse import ArgumentParser
-
-        section, named = self.model, _names_class(self.model)
-        if given is not None:
-            cls = _import(given, ":", "--model")
-        elif named:
-            cls = _class(section, "the model")
-        else:
-            raise UsageError(
-                "the config does not name the model's class"
-                + (", only its arguments" if section else "")
-                + ". Say which it is: --model MODULE:CLASS."
-            )
-        with reporting(f"the model {cls.__name__} cannot be built"):
-            parser = ArgumentParser(exit_on_error=False)
-            parser.add_class_arguments(cls, "model", fail_untyped=False, sub_configs=True)
-            arguments = parser.parse_object({"model": _init_args(section) if named else section or {}})
-            # Named so from jsonargparse 4.49 on, where the old name warns.
-            model = getattr(parser, "instantiate", parser.instantiate_classes)(arguments).model
+        model = _built(self.model, given, "model", "--model")
+        with reporting(f"the model {type(model).__name__} cannot be built"):
             model.configure_model()
         return model
+
+    def build_data(self, given: str | None) -> Any:
+        """The data module of the config; ``None`` where it names none.
+
+        Args:
+            given: Its class as ``module:Class``, where the config does not name it.
+
+        Raises:
+            UsageError: If it cannot be built, or there are arguments and no class.
+        """
+        return None if given is None and not self.data else _built(self.data, given, "data", "--data")
 
     def device_type(self) -> str:
         """Type of the device that a Trainer with this accelerator computes on."""
@@ -199,6 +198,36 @@ class RunConfig:
             raise UsageError(f"{where} is {cls.__name__}, which has no plan; expected AmpPrecision.")
         arguments = dict(_init_args(value))
         return _policy(arguments.pop("policy", None), f"the policy of {where}"), where, cls, arguments
+
+
+def _built(section: Any, given: str | None, what: str, option: str) -> Any:
+    """The object that a section of the config describes.
+
+    Args:
+        section: It.
+        given: The class as ``module:Class``, where the section does not name it.
+        what: What the section is called.
+        option: The option that names the class.
+    """
+    from jsonargparse import ArgumentParser
+
+    named = _names_class(section)
+    if given is not None:
+        cls = _import(given, ":", option)
+    elif named:
+        cls = _class(section, f"the {what}")
+    else:
+        raise UsageError(
+            f"the config does not name the {what}'s class"
+            + (", only its arguments" if section else "")
+            + f". Say which it is: {option} MODULE:CLASS."
+        )
+    with reporting(f"the {what} {cls.__name__} cannot be built"):
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(cls, what, fail_untyped=False, sub_configs=True)
+        arguments = parser.parse_object({what: _init_args(section) if named else section or {}})
+        # Named so from jsonargparse 4.49 on, where the old name warns.
+        return getattr(getattr(parser, "instantiate", parser.instantiate_classes)(arguments), what)
 
 
 @contextmanager
