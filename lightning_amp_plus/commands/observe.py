@@ -99,8 +99,8 @@ def observe(config: RunConfig, model_class: str | None, data_class: str | None) 
 
 
 def _shown(monitor: Fp8CoverageMonitor, plan: RoutePlan | None, waits: bool) -> Observed:
-    if monitor.last is None or plan is None:
-        raise UsageError("no window closed: the data gave no batch, or training_step returned None for all of them.")
+    if monitor.last is None or plan is None or not monitor.last.counted():
+        raise UsageError("no GEMM ran: the data gave no batch, or training_step multiplied nothing and returned None.")
     note = "The policy has FP8 begin later; here it was on." if waits else ""
     coverage = replace(monitor.last, notes=(*monitor.last.notes, *([note] if note else [])))
     return Observed(plan, coverage)
