@@ -38,7 +38,6 @@ from lightning_amp_plus.watching.modules import Watchable, watchable
 from lightning_amp_plus.wide import wide_dtype
 
 _MULTIPLIES_FP8 = ("transformer_engine", "torchao")  # packages whose modules do, whatever the plan says
-_HISTORY = "FP8 coverage by FLOPs"
 
 
 class Fp8CoverageMonitor(Monitor):
@@ -94,7 +93,7 @@ class Fp8CoverageMonitor(Monitor):
         self.always = flag(self, "always", always)
         self.last: Coverage | None = None
         self._warned = False
-        self._history = LayerHistory(_HISTORY)
+        self._history = _no_history()
         super().__init__(every_n_steps)
 
     @override
@@ -124,7 +123,7 @@ class Fp8CoverageMonitor(Monitor):
     def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Finds the modules to watch."""
         if not (self._history.steps and self._history.steps[-1] < batches_that_stepped(trainer)):
-            self._history = LayerHistory(_HISTORY)  # another run
+            self._history = _no_history()  # another run
         self._module, self._device = pl_module, trainer.strategy.root_device
         self._parts = watchable(pl_module)
         self._regions = {}
@@ -263,8 +262,12 @@ class Fp8CoverageMonitor(Monitor):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._history = LayerHistory(_HISTORY)
+        self._history = _no_history()
         self.forget_run()
+
+
+def _no_history() -> LayerHistory:
+    return LayerHistory("FP8 coverage by FLOPs", ceiling=1.0, floor=0.0, group="fp8")
 
 
 def _layers(plan: RoutePlan, modules: Mapping[str, nn.Module], moves: Sequence[Move]) -> dict[str, Layer]:

@@ -21,6 +21,8 @@ class LayerHistory:
         steps: The log points, as loggers count.
         columns: For each log point the numbers of ``names``; NaN where a layer had none.
         ceiling: In a picture larger numbers have one color, so that the others can be told apart.
+        floor: The number that the lowest color stands for; by default the smallest.
+        group: What loggers keep the picture under, with the keys of that name.
     """
 
     title: str
@@ -28,6 +30,8 @@ class LayerHistory:
     steps: list[int] = field(default_factory=list)
     columns: list[list[float]] = field(default_factory=list)
     ceiling: float | None = None
+    floor: float | None = None
+    group: str = "precision"
     _every: int = 1
     _offered: int = 0
 

@@ -39,6 +39,25 @@ _CHARTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "largest parameter by layer": ("precision/parameter_amax/.*",),
     },
     "Activations": {"largest by layer": ("precision/activation_amax/.*",)},
+    "FP8": {
+        "coverage by FLOPs": (
+            "fp8/coverage_flops$",
+            "fp8/coverage_flops_without_attention$",
+            "fp8/native_flops$",
+        ),
+        "coverage by number of GEMMs": (
+            "fp8/coverage_gemms$",
+            "fp8/coverage_gemms_without_attention$",
+            "fp8/native_gemms$",
+        ),
+        "not in FP8, by reason": ("fp8/fallback/.*",),
+        "time": ("fp8/time_.*",),
+        "SQNR in dB": ("fp8/sqnr/.*",),
+        "saturation": ("fp8/saturation/.*",),
+        "underflow": ("fp8/underflow/.*",),
+        "scale": ("fp8/scale/.*",),
+        "amax": ("fp8/amax/.*",),
+    },
 }
 
 
@@ -100,7 +119,7 @@ def draw(trainer: pl.Trainer, histories: Sequence[LayerHistory], step: int) -> N
         return
     for history in drawn:
         for writer in writers:
-            writer.add_figure(f"precision/{history.title}", heat_map(history), step)
+            writer.add_figure(f"{history.group}/{history.title}", heat_map(history), step)
 
 
 def heat_map(history: LayerHistory) -> Any:
@@ -112,7 +131,8 @@ def heat_map(history: LayerHistory) -> Any:
     figure = Figure(figsize=(10, min(12.0, 1.5 + 0.22 * len(history.names))), layout="constrained")
     axes = figure.subplots()
     edges = [*history.steps, 2 * history.steps[-1] - history.steps[-2]]
-    mesh = axes.pcolormesh(edges, np.arange(len(history.names) + 1), values, cmap="viridis", vmax=history.ceiling)
+    lines = np.arange(len(history.names) + 1)
+    mesh = axes.pcolormesh(edges, lines, values, cmap="viridis", vmin=history.floor, vmax=history.ceiling)
     axes.invert_yaxis()
     axes.set_xlabel("step")
     if len(history.names) <= _NAMED_ROWS:

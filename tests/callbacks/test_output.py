@@ -18,7 +18,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus import AmpPrecision, StepReport
-from lightning_amp_plus.callbacks import ActivationMonitor, GradientMonitor, LossScaleMonitor, UpdateRatioMonitor
+from lightning_amp_plus.callbacks import (
+    ActivationMonitor,
+    Fp8CoverageMonitor,
+    GradientMonitor,
+    LossScaleMonitor,
+    UpdateRatioMonitor,
+)
 from lightning_amp_plus.callbacks.layers import LayerHistory
 from lightning_amp_plus.callbacks.monitor import Monitor
 from lightning_amp_plus.callbacks.output import LayerTable, heat_map, layer_columns
@@ -92,14 +98,14 @@ def test_other_loggers_get_the_scalars_and_an_epoch_of_many_log_points_a_picture
     assert [event.step for event in events(board.log_dir).Images("precision/largest")] == [19, 39]
 
 
-@pytest.mark.parametrize("kind", [ActivationMonitor, GradientMonitor, UpdateRatioMonitor])
+@pytest.mark.parametrize("kind", [ActivationMonitor, Fp8CoverageMonitor, GradientMonitor, UpdateRatioMonitor])
 def test_every_monitor_of_layers_is_drawn_at_the_end_of_an_epoch(kind: type[Monitor], tmp_path: Path) -> None:
     monitor, board = kind(1), TensorBoardLogger(tmp_path)
     fit(TinyRegressor(), AmpPrecision("32-true"), logger=board, callbacks=[monitor], max_epochs=2)
     histories = monitor.layer_histories()
     assert histories
     for history in histories:
-        assert [event.step for event in events(board.log_dir).Images(f"precision/{history.title}")] == [19, 39]
+        assert [event.step for event in events(board.log_dir).Images(f"{history.group}/{history.title}")] == [19, 39]
 
 
 def test_monitors_with_intervals_of_their_own_are_read_together_where_they_meet() -> None:
@@ -145,3 +151,8 @@ def test_the_table_keeps_the_layers_and_leaves_out_columns_where_there_is_no_roo
     text = console.export_text()
     assert "blocks.10.attention.query_key_value" in text and "update ratio" in text
     assert ("no room for" in text) == (width < 140) and max(map(len, text.splitlines())) <= width
+
+
+def test_the_ends_of_a_pictures_colors_can_be_given() -> None:
+    shares = LayerHistory("share", ["a"], [0, 1], [[0.5], [0.5]], ceiling=1.0, floor=0.0)
+    assert heat_map(shares).axes[0].collections[0].get_clim() == (0.0, 1.0)
