@@ -228,9 +228,10 @@ def _edit(path: str, old: str, new: str) -> None:
 def _kernels() -> types.ModuleType:
     """The binary's module: what is emulated, and every other name for its own sake."""
     module = _Absent("transformer_engine_torch")
-    names = ("DType", "FP8FwdTensors", "FP8BwdTensors", "quantize", "bgrad_quantize", "fp8_transpose", "generic_gemm")
-    for name in (*names, "layernorm_fwd", "layernorm_bwd", "NVTE_Fused_Attn_Backend"):
+    for name in ("DType", "FP8FwdTensors", "FP8BwdTensors", "NVTE_Fused_Attn_Backend"):
         setattr(module, name, getattr(kernels, name))
+    for name in ("quantize", "bgrad_quantize", "fp8_transpose", "generic_gemm", "layernorm_fwd", "layernorm_bwd"):
+        setattr(module, name, kernels.out_of_sight(getattr(kernels, name)))
     return module
 
 

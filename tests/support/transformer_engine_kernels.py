@@ -3,15 +3,20 @@
 Used by ``tests.support.transformer_engine`` alone. Quantization is per tensor (delayed and current scaling); of the
 layouts of an FP8 GEMM a GPU of compute capability 9.0 knows only the one where both operands lie along the contracted
 dimension, so quantized tensors carry a transpose, as they do there.
+
+The binary's functions do their work where no dispatch mode sees it, and ``out_of_sight`` makes it so for these.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 DType = enum.IntEnum(
     "DType", "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1", module=__name__, start=0
@@ -34,6 +39,17 @@ FP8BwdTensors = enum.IntEnum(
     module=__name__,
     start=0,
 )
+
+
+def out_of_sight(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel whose operations come to no dispatch mode."""
+
+    @functools.wraps(kernel)
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return kernel(*args, **kwargs)
+
+    return unseen
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
