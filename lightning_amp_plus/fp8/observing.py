@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_amp_plus.fp8.coverage import TIMES, GemmRow
 from lightning_amp_plus.fp8.fallback import Fallbacks
 from lightning_amp_plus.fp8.gemms import Product, is_product, products
+from lightning_amp_plus.fp8.unseen import UnseenGemms
 from lightning_amp_plus.watching.modules import Watchable
 from lightning_amp_plus.watching.ops import Op, op_of, place_of, plain_parts, short
 from lightning_amp_plus.watching.places import Frame, Place, Places
@@ -34,11 +35,13 @@ class Tally:
         work: Number of GEMMs and FLOPs by what tells rows apart: the fields of a :class:`GemmRow` but for those two.
         nanoseconds: Time in operators by module and kind: ``gemm``, ``cast``, ``bias``, ``other``.
         unknown: Operators whose work has no formula.
+        notes: What could not be seen or is not believed, and of which modules, in order.
     """
 
     work: dict[_Key, list[int]] = field(default_factory=dict)
     nanoseconds: dict[tuple[str, str], int] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
+    notes: dict[str, dict[str, None]] = field(default_factory=dict)
 
     def add(self, key: _Key, flops: int | None) -> None:
         """One GEMM more."""
@@ -47,6 +50,18 @@ class Tally:
         known = self.work.setdefault(key, [0, 0])
         known[0] += 1
         known[1] += flops or 0
+
+    def note(self, text: str, module: str) -> None:
+        """Something to know of a module."""
+        self.notes.setdefault(text, {})[module] = None
+
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, a sentence each with the modules in front."""
+        told = []
+        for text, modules in self.notes.items():
+            first, *others = modules
+            told.append(f"{first}{f' and {len(others)} more modules' if others else ''}: {text}")
+        return tuple(told)
 
     def rows(self) -> tuple[GemmRow, ...]:
         """All GEMMs, in the order in which each was met first."""
@@ -110,6 +125,8 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
         self._parts = parts
         self._fallbacks = fallbacks
         self._tally = tally
+        # Backward may come again to what was watched once, in another step or a user's own.
+        self._unseen = UnseenGemms(parts, fallbacks, tally, lambda: self._depth > 0)
         self._regions = set(parts.hidden.values())
         self._forwards: dict[tuple[int, int], list[_Forward]] = {}
         self._weights: dict[int, StorageWeakRef | None] = {}
@@ -241,7 +258,8 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
     # ---------------------------------------------------------------- what shows no operation
 
     def _left(self, frame: Frame, inputs: Any, output: Any) -> None:
-        return
+        if isinstance(frame, _Call) and not frame.products:  # what was dispatched is the better evidence
+            self._unseen.left(frame.name, frame.module, frame.recomputes, inputs, output)
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:

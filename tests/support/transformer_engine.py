@@ -44,6 +44,7 @@ _ABSENT = ("triton", "triton.language", "triton.language.core", "triton.language
 
 # Every function that is replaced or edited, with a hash of its source: what the change relies on is what was read.
 _BASE = "transformer_engine.pytorch.module.base:TransformerEngineBaseModule"
+_RANDOM = ("transformer_engine.pytorch.distributed", "transformer_engine.pytorch.module.layernorm_mlp")
 _SOURCES = {
     "transformer_engine.common:load_framework_extension": "d77851d1e15095bb",
     f"{_BASE}.__init__": "143c6c88590f1b5d",
@@ -52,8 +53,8 @@ _SOURCES = {
     "transformer_engine.pytorch.quantization:_compute_fp8_block_scaling_support": "46f15f7491a25880",
     "transformer_engine.pytorch.quantization:DelayedScalingRecipeState.__init__": "ef9811eed73e2061",
     "transformer_engine.pytorch.quantization:FP8GlobalStateManager.reduce_and_update_fp8_tensors": "36a01ab16d6c2319",
-    "transformer_engine.pytorch.distributed:_get_cuda_rng_state": "03a1987529c0904e",
-    "transformer_engine.pytorch.distributed:_set_cuda_rng_state": "698c6b35692fd374",
+    **{f"{module}:_get_cuda_rng_state": "03a1987529c0904e" for module in _RANDOM},
+    **{f"{module}:_set_cuda_rng_state": "698c6b35692fd374" for module in _RANDOM},
 }
 
 
@@ -165,9 +166,9 @@ def install_stand_in() -> None:
     _edit(f"{quantization}:DelayedScalingRecipeState.__init__", 'torch.device("cuda")', 'torch.device("cpu")')
     _edit(f"{quantization}:_compute_fp8_block_scaling_support", "float(torch.version.cuda)", "12.8")  # there is none
     verify_source(f"{quantization}:FP8GlobalStateManager.reduce_and_update_fp8_tensors")
-    # There is no GPU whose random state te.checkpoint could keep.
-    _replace("transformer_engine.pytorch.distributed:_get_cuda_rng_state", lambda **_: torch.empty(0))
-    _replace("transformer_engine.pytorch.distributed:_set_cuda_rng_state", lambda state, **_: None)
+    for module in _RANDOM:  # there is no GPU whose random state a checkpoint could keep
+        _replace(f"{module}:_get_cuda_rng_state", lambda **_: torch.empty(0))
+        _replace(f"{module}:_set_cuda_rng_state", lambda state, **_: None)
 
 
 def _answer_for_a_gpu() -> None:
@@ -230,8 +231,20 @@ def _kernels() -> types.ModuleType:
     module = _Absent("transformer_engine_torch")
     for name in ("DType", "FP8FwdTensors", "FP8BwdTensors", "NVTE_Fused_Attn_Backend"):
         setattr(module, name, getattr(kernels, name))
-    for name in ("quantize", "bgrad_quantize", "fp8_transpose", "generic_gemm", "layernorm_fwd", "layernorm_bwd"):
+    names = (
+        "quantize",
+        "bgrad_quantize",
+        "fp8_transpose",
+        "generic_gemm",
+        "layernorm_fwd",
+        "layernorm_bwd",
+        "relu",
+        "drelu",
+    )
+    for name in names:
         setattr(module, name, kernels.out_of_sight(getattr(kernels, name)))
+    for name in ("rmsnorm_fwd", "rmsnorm_bwd"):  # looked for beside layernorm's by what imports all names from it
+        setattr(module, name, getattr(module, name))
     return module
 
 

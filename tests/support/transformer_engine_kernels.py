@@ -1,4 +1,4 @@
-"""What stands in for Transformer Engine's binary: the few kernels of its Linear and LayerNorm, emulated in PyTorch.
+"""What stands in for Transformer Engine's binary: the few kernels of its Linear, LayerNorm and LayerNormMLP in PyTorch.
 
 Used by ``tests.support.transformer_engine`` alone. Quantization is per tensor (delayed and current scaling); of the
 layouts of an FP8 GEMM a GPU of compute capability 9.0 knows only the one where both operands lie along the contracted
@@ -214,3 +214,15 @@ def layernorm_bwd(
         (grad.float() * normal).sum(0).to(weight.dtype),
         grad.float().sum(0).to(weight.dtype),
     )
+
+
+def relu(x: Tensor, quantizer: Any) -> Any:
+    """The positive part, in FP8 if there is a quantizer."""
+    result = x.clamp(min=0)
+    return result if quantizer is None else quantize(result, quantizer)
+
+
+def drelu(grad: Tensor, x: Tensor, quantizer: Any) -> Any:
+    """Gradient of ``relu``'s input."""
+    result = grad * (x > 0)
+    return result if quantizer is None else quantize(result, quantizer)

@@ -241,6 +241,11 @@ class Engine:
             self.take_histories(*self._waiting)
             self._waiting = None
 
+    @property
+    def layer(self) -> Any:
+        """Transformer Engine's own layer, which holds the parameters of the last call; ``None`` before the first."""
+        return self._layer
+
     def ran_in(self) -> tuple[str, str] | None:
         """Formats of input and weight in the last forward, by Transformer Engine's own word; ``None`` if not FP8."""
         if self._layer is None or not self._layer.fp8:
