@@ -27,17 +27,23 @@ class AmaxHistory:
     Args:
         recipe: Length, what is taken of the history, margin.
         names: Qualified names of the modules.
+        device: Where it begins; the default one if not given. It follows what is noted.
+
+    Attributes:
+        updates: How often a window's end has changed a scale since this object was made, ``[modules, operands]``, int64;
+            the first scale of an operand counts, taking up a saved history does not. No part of the state.
     """
 
-    def __init__(self, recipe: DelayedScaling, names: Iterable[str]) -> None:
+    def __init__(self, recipe: DelayedScaling, names: Iterable[str], device: torch.device | None = None) -> None:
         self.recipe = recipe
         self.names = list(names)
         shape = (len(self.names), len(OPERANDS))
         # FP32 whatever the default dtype is just now: that of a 16-bit model is in force where it trains.
-        self._past = torch.zeros(*shape, recipe.history, dtype=torch.float32)  # newest first; 0 where nothing is
-        self._scales = torch.zeros(shape, dtype=torch.float32)  # 0 where there is no history
+        self._past = torch.zeros(*shape, recipe.history, dtype=torch.float32, device=device)  # newest first; 0 is nothing
+        self._scales = torch.zeros(shape, dtype=torch.float32, device=device)  # 0 where there is no history
+        self.updates = torch.zeros(shape, dtype=torch.int64, device=device)
         # A tensor for each operand of each layer: torch.compile guards what one graph notes against what another one does.
-        self._noted = [[torch.zeros((), dtype=torch.float32) for _ in OPERANDS] for _ in self.names]
+        self._noted = [[torch.zeros((), dtype=torch.float32, device=device) for _ in OPERANDS] for _ in self.names]
 
     def note(self, row: int, operand: Operand, amax: Tensor) -> None:
         """Takes the amax of one operand of one micro-batch; without a transfer."""
@@ -82,20 +88,25 @@ class AmaxHistory:
             reduce_max(noted)
         if self._past.device != noted.device:
             self._past, self._scales = self._past.to(noted.device), self._scales.to(noted.device)
+            self.updates = self.updates.to(noted.device)
         enters = (
             (noted > 0) & torch.isfinite(noted) & applied
         )  # a plain bool as it is: as a tensor it would be sent there
         older = torch.cat([noted.unsqueeze(-1), self._past[..., :-1]], dim=-1)
         self._past = torch.where(enters.unsqueeze(-1), older, self._past)
         self.discard()
-        self._rescale()
+        scales = self._next_scales()
+        self.updates += scales != self._scales
+        self._scales.copy_(scales)
 
-    def _rescale(self) -> None:
+    def _next_scales(self) -> Tensor:
         newest = self._past[..., 0]
         amax = newest if self.recipe.amax == "most_recent" else self._past.amax(dim=-1)
-        for column, operand in enumerate(OPERANDS):
-            scale = scale_of(amax[:, column], self.recipe.format_of(operand), margin=self.recipe.margin)
-            self._scales[:, column] = torch.where(newest[:, column] > 0, scale, 0.0)
+        scales = [
+            scale_of(amax[:, column], self.recipe.format_of(operand), margin=self.recipe.margin)
+            for column, operand in enumerate(OPERANDS)
+        ]
+        return torch.where(newest > 0, torch.stack(scales, dim=1), 0.0)
 
     def discard(self) -> None:
         """Forgets what was noted in the open window."""
@@ -113,7 +124,7 @@ class AmaxHistory:
                 kept = min(self.recipe.history, state[name].shape[-1])
                 self._past[row].zero_()
                 self._past[row, :, :kept] = state[name][:, :kept].to(self._past.device)
-        self._rescale()
+        self._scales.copy_(self._next_scales())
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,27 @@ def test_what_is_not_finite_or_not_applied_or_did_not_run_enters_nothing(bad: fl
     assert torch.equal(after["a"], before["a"]) and after["b"][0, 0] == 5.0 and scale(of) == 112.0
 
 
+def test_windows_that_change_a_scale_are_counted_by_module_and_operand() -> None:
+    of = history(history=2)
+    expected = torch.zeros(2, 3, dtype=torch.int64)
+    for value, changes in ((4.0, 1), (4.0, 0), (2.0, 0), (2.0, 1), (8.0, 1)):  # one more: the first 4.0 is forgotten
+        window(of, value)
+        expected[0, 0] += changes
+        assert torch.equal(of.updates, expected)
+    window(of, 16.0, applied=False)
+    window(of, math.inf)
+    assert torch.equal(of.updates, expected)
+    window(of, 1.0, row=1, operand="grad_output")
+    expected[1, 2] += 1
+    assert torch.equal(of.updates, expected)
+    # With what it has taken up it goes on; that was no window.
+    assert set(of.state_dict()) == {"a", "b"} and of.state_dict()["a"].shape == (3, 2)
+    of.load_state_dict({"a": torch.full((3, 2), 32.0)})
+    assert scale(of) == 14.0 and torch.equal(of.updates, expected)
+    window(of, 32.0)
+    assert torch.equal(of.updates, expected)
+
+
 def test_a_discarded_window_leaves_no_note() -> None:
     of = history()
     of.note(0, "input", torch.tensor(1e6))
@@ -99,7 +120,7 @@ def test_after_the_first_window_nothing_is_sent_to_or_from_the_device(applied: A
     of = history(history=2)  # of which "b" never runs
 
     def places() -> list[Tensor]:
-        return [of._past, of._scales, *(place for row in of._noted for place in row)]
+        return [of._past, of._scales, of.updates, *(place for row in of._noted for place in row)]
 
     for turn in range(3):
         amax = torch.ones(1, 1, device="meta")  # where whatever asks for a number raises
