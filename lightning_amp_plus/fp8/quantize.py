@@ -7,6 +7,7 @@ exactly and needs no slow cast.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -171,20 +172,43 @@ def quantize(
 
 
 def saturated(x: Tensor, scale: Tensor, format: Format) -> Tensor:
-    """Number of elements of ``x`` whose scaled magnitude lies above the format's largest finite number; 0-dim int64."""
-    return ((x.float() * scale).abs() > format.max_finite).sum()
+    """Number of elements of ``x`` that are clipped to the format's largest finite number; 0-dim FP32, NaN not counted.
+
+    That is, whose scaled magnitude lies above it by more than what rounding does: ``amax * (448 / amax)`` may come out as
+    448.00003, which is no loss.
+    """
+    scaled = (x.float() * scale).abs_()
+    return _count(torch.gt, scaled, format.max_finite * (1.0 + 2.0**-22))
 
 
-def underflowed(x: Tensor, quantized: Quantized) -> Tensor:
-    """Number of non-zero elements of ``x`` that were quantized to zero; 0-dim int64."""
-    return ((x != 0) & (quantized.values == 0)).sum()
+def nonzeros(x: Tensor) -> Tensor:
+    """Number of elements that are not zero; 0-dim FP32, exact up to 2^24. Of quantized ones fewer by the underflow."""
+    return _count(torch.ne, x, 0.0)
+
+
+def _count(compare: Callable[..., Tensor], x: Tensor, bound: float) -> Tensor:
+    # A comparison into a float tensor and its sum are vectorized; into a bool tensor they take several times as long.
+    return compare(x, bound, out=torch.empty_like(x, dtype=torch.float32)).sum()
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Signal to quantization noise ratio, ``10 log10(signal / noise)``.
+
+    Args:
+        signal: Sum of squares.
+        noise: Sum of squared errors.
+
+    Returns:
+        Infinite without noise; NaN where one of both is not finite.
+    """
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return math.nan
+    if noise == 0.0:
+        return math.inf
+    return 10.0 * (math.log10(signal) - math.log10(noise)) if signal else -math.inf
 
 
 def sqnr(reference: Tensor, approximation: Tensor) -> float:
-    """Signal to quantization noise in decibels: ``10 log10(sum(reference**2) / sum((reference - approximation)**2))``.
-
-    Infinite where both are equal; NaN where one is not finite.
-    """
+    """SQNR in decibels of a tensor that stands for another one; see :func:`decibels`."""
     exact = reference.double()
-    noise = (exact - approximation.double()).square().sum()
-    return float(10.0 * torch.log10(exact.square().sum() / noise)) if noise != 0 else float("inf")
+    return decibels(float(exact.square().sum()), float((exact - approximation.double()).square().sum()))

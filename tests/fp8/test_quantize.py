@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_amp_plus.formats import E4M3, E5M2, Format, round_to
-from lightning_amp_plus.fp8.quantize import amax_of, quantize, round_fp8, saturated, scale_of, sqnr, underflowed
+from lightning_amp_plus.fp8.quantize import amax_of, nonzeros, quantize, round_fp8, saturated, scale_of, sqnr
 
 FORMATS = [E4M3, E5M2]
 TILES = {
@@ -167,11 +167,21 @@ def test_losses_are_counted() -> None:
     x = torch.tensor([0.0, 1e-9, 1.0, 500.0, -1000.0])
     one = torch.ones(())
     assert saturated(x, one, E4M3).item() == 2
-    assert underflowed(x, quantize(x, E4M3, scale=one)).item() == 1
+    assert nonzeros(x).item() == 4 and nonzeros(quantize(x, E4M3, scale=one).values).item() == 3
+
+
+@both
+@given(amax=st.floats(2.0**-100, 2.0**100, width=32))
+@settings(max_examples=200, deadline=None)
+def test_what_a_tensor_s_own_scale_brings_to_the_edge_is_not_counted_as_clipped(format: Format, amax: float) -> None:
+    x = torch.tensor([amax, -amax, amax * 1.01])
+    assert saturated(x[:2], scale_of(x[0], format), format).item() == 0
+    assert saturated(x, scale_of(x[0], format), format).item() == 1
 
 
 def test_sqnr_of_normal_data_is_what_the_formats_give() -> None:
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
     assert sqnr(x, quantize(x, E4M3, "row").dequantize()) == pytest.approx(31.6, abs=0.2)
     assert sqnr(x, quantize(x, E5M2, "row").dequantize()) == pytest.approx(25.6, abs=0.2)
-    assert sqnr(x, x) == math.inf
+    assert sqnr(x, x) == math.inf and sqnr(torch.zeros(2), torch.ones(2)) == -math.inf
+    assert math.isnan(sqnr(torch.tensor([math.inf]), torch.tensor([448.0])))
