@@ -9,13 +9,13 @@ would be of another content is left out and counted, and whose tensor it was is 
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch
 
+from lightning_amp_plus.aside import aside
 from lightning_amp_plus.callbacks.folding import Layout, MicroBatch
 from lightning_amp_plus.casts import dtype_name
 from lightning_amp_plus.local_parts import is_dtensor, local_part
@@ -196,7 +196,7 @@ class Sightings:
                 self._blocks.clear()
             blocks = self._blocks[alike] = Blocks(tensors, _CPU_MATRIX if key[2].type == "cpu" else _GPU_MATRIX)
         found, rows = self._now.found.setdefault(key[0], []), self._now.rows.setdefault(key[0], [])
-        with _apart_from_recomputation():
+        with aside():
             found += [health_bits(matrix, self._scratch) for matrix in blocks.of(tensors)]
         rows += [sightings[owner] for owners in blocks.owners() for owner in owners]
 
@@ -231,11 +231,3 @@ class Sightings:
             nothing = torch.full((self._sides, 3), -torch.inf, dtype=wide, device=self._device)
             return nothing, torch.zeros(self._sides, 4, dtype=wide, device=self._device)
         return self._maxima, self._sums
-
-
-def _apart_from_recomputation() -> AbstractContextManager[Any]:
-    """Keeps our ops out of selective activation checkpointing, which would take their results for the model's own."""
-    modes = _python_dispatch._get_current_dispatch_mode_stack()
-    if any(type(mode).__module__ == "torch.utils.checkpoint" for mode in modes):
-        return _python_dispatch._disable_current_modes()
-    return nullcontext()

@@ -9,14 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_amp_plus.aside import backward_now, compiling, transforming
 from lightning_amp_plus.callbacks.sightings import Sightings
 from lightning_amp_plus.routed import base_class
 from lightning_amp_plus.watching.modules import around, is_compiled_in_place
-
-# Asked at every call of every module. In backward a forward is a recomputation.
-_compiling = torch.compiler.is_dynamo_compiling
-_recomputing = torch._C._current_graph_task_id
-_transforming = torch._C._functorch.peek_interpreter_stack
 
 _keys = itertools.count(-1, -1)  # torch's own keys of hooks are positive
 
@@ -75,12 +71,12 @@ class Watch:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The hook before a call."""
-        if not _compiling() and self._live and _recomputing() == -1 and _transforming() is None:
+        if not compiling() and self._live and backward_now() == -1 and transforming() is None:
             self._open.append(self._inputs(args, kwargs))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The hook after a call."""
-        if not _compiling() and self._live and _recomputing() == -1 and _transforming() is None:
+        if not compiling() and self._live and backward_now() == -1 and transforming() is None:
             call = self._open.pop() if self._open else self._inputs(args, kwargs)
             self._seen.see(call, 2 * self._number + 1, output)
 
