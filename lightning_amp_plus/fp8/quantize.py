@@ -18,7 +18,9 @@ from torch import Tensor
 from lightning_amp_plus.formats import BF16, FP32, Format
 from lightning_amp_plus.fp8.recipes import Granularity
 
-_BLOCK, _STRIP = 128, 32
+STRIPS: dict[Granularity, int] = {"block_1x128": 128, "mx_32": 32}
+"""How many elements of a row share a scale, where a row has several."""
+_BLOCK = 128
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 # torch.compile(dynamic=True) makes an input of the graph of every float it finds in an object, and cannot pass them into an
 # autograd.Function; what comes of a function marked so it takes as it is.
@@ -68,9 +70,14 @@ def amax_of(x: Tensor, granularity: Granularity = "tensor") -> Tensor:
         tiles = _padded(x, _BLOCK, _BLOCK).view(-(-rows // _BLOCK), _BLOCK, -(-columns // _BLOCK), _BLOCK)
         amax = tiles.abs().amax(dim=(1, 3)).float()
         return amax.repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
-    length = _STRIP if granularity == "mx_32" else _BLOCK
-    strips = _padded(x, 1, length).view(rows, -1, length)
-    return strips.abs().amax(dim=2).float().repeat_interleave(length, 1)[:, :columns]
+    length = STRIPS[granularity]
+    return amax_of(as_strips(x, length), "row").squeeze(2).repeat_interleave(length, 1)[:, :columns]
+
+
+def as_strips(x: Tensor, length: int) -> Tensor:
+    """``[..., columns]`` as ``[..., strips, length]``, each a row of its own; the last one filled up with zeros."""
+    columns = x.shape[-1]
+    return torch.nn.functional.pad(x, (0, -columns % length)).reshape(*x.shape[:-1], -(-columns // length), length)
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -171,24 +178,36 @@ def quantize(
     return Quantized(scale_and_round(x, scale, format), scale.reciprocal(), format)
 
 
-def saturated(x: Tensor, scale: Tensor, format: Format) -> Tensor:
-    """Number of elements of ``x`` that are clipped to the format's largest finite number; 0-dim FP32, NaN not counted.
+def saturated(x: Tensor, scale: Tensor, format: Format, *, by_row: bool = False) -> Tensor:
+    """Number of elements that are clipped to the format's largest finite number, NaN not counted; FP32.
 
     That is, whose scaled magnitude lies above it by more than what rounding does: ``amax * (448 / amax)`` may come out as
     448.00003, which is no loss.
+
+    Args:
+        x: FP32, BF16 or FP16.
+        scale: FP32, broadcast against ``x``.
+        format: E4M3 or E5M2.
+        by_row: Whether to count in each entry of the first dimension, or in all of ``x``.
     """
     scaled = (x.float() * scale).abs_()
-    return _count(torch.gt, scaled, format.max_finite * (1.0 + 2.0**-22))
+    return _count(torch.gt, scaled, format.max_finite * (1.0 + 2.0**-22), by_row)
 
 
-def nonzeros(x: Tensor) -> Tensor:
-    """Number of elements that are not zero; 0-dim FP32, exact up to 2^24. Of quantized ones fewer by the underflow."""
-    return _count(torch.ne, x, 0.0)
+def nonzeros(x: Tensor, *, by_row: bool = False) -> Tensor:
+    """Number of elements that are not zero, FP32, exact up to 2^24. Of quantized ones fewer by what underflowed.
+
+    Args:
+        x: Any floating dtype.
+        by_row: Whether to count in each entry of the first dimension, or in all of ``x``.
+    """
+    return _count(torch.ne, x, 0.0, by_row)
 
 
-def _count(compare: Callable[..., Tensor], x: Tensor, bound: float) -> Tensor:
+def _count(compare: Callable[..., Tensor], x: Tensor, bound: float, by_row: bool) -> Tensor:
     # A comparison into a float tensor and its sum are vectorized; into a bool tensor they take several times as long.
-    return compare(x, bound, out=torch.empty_like(x, dtype=torch.float32)).sum()
+    ones = compare(x, bound, out=torch.empty_like(x, dtype=torch.float32))
+    return ones.flatten(1).sum(1) if by_row else ones.sum()
 
 
 def decibels(signal: float, noise: float) -> float:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_amp_plus.fp8.delayed import Slot
 from lightning_amp_plus.fp8.op import fp8_gemm, settled
-from lightning_amp_plus.fp8.quantize import amax_of, scale_and_round, scale_of
+from lightning_amp_plus.fp8.quantize import STRIPS, amax_of, as_strips, scale_and_round, scale_of
 from lightning_amp_plus.fp8.recipes import Gemm, Operand, Recipe
 from lightning_amp_plus.fp8.weights import KeptWeight
 
@@ -55,11 +55,11 @@ def prepare(x: Tensor, operand: Operand, recipe: Recipe, slot: Slot | None = Non
         slot: Where delayed scaling keeps the amax values of the layer.
     """
     format, granularity = recipe.format_of(operand), recipe.granularity_of(operand)
-    length = {"block_1x128": 128, "mx_32": 32}.get(granularity)
+    length = STRIPS.get(granularity)
     x = settled(x)
-    rows, columns = x.shape
-    if length is not None:  # as strips, each a row of its own
-        x = torch.nn.functional.pad(x, (0, -columns % length)).reshape(rows, -(-columns // length), length)
+    columns = x.shape[1]
+    if length is not None:
+        x = as_strips(x, length)
     amax = amax_of(x, granularity if length is None else "row")
     scale = slot.scale(operand, amax) if slot else scale_of(amax, format, power_of_two=recipe.power_of_two_scales)
     rounded = scale_and_round(x, scale, format)
