@@ -119,6 +119,11 @@ def route_of(module: nn.Module) -> ModuleRoute | None:
     return module._amp_route if isinstance(module, Routed) else None
 
 
+def fp8_is_on(module: nn.Module, fp8: Fp8Route) -> bool:
+    """Whether a module with such a route computes in FP8 just now."""
+    return (module.training or fp8.in_evaluation) and bool(getattr(module, FP8_SWITCH, True))
+
+
 def why_not_routable(module: nn.Module) -> str | None:
     """Why a module cannot carry a route; None if it can."""
     if isinstance(module, torch.jit.ScriptModule):
@@ -242,7 +247,7 @@ def _in_fp8(fp8: Fp8Route, otherwise: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(nn.Linear.forward)
     def forward(self: Any, input: Tensor) -> Any:
-        if (self.training or fp8.in_evaluation) and getattr(self, FP8_SWITCH, True):
+        if fp8_is_on(self, fp8):
             return in_fp8(self, input)
         return outside(self, input)
 

@@ -39,7 +39,9 @@ class AmaxHistory:
         self.names = list(names)
         shape = (len(self.names), len(OPERANDS))
         # FP32 whatever the default dtype is just now: that of a 16-bit model is in force where it trains.
-        self._past = torch.zeros(*shape, recipe.history, dtype=torch.float32, device=device)  # newest first; 0 is nothing
+        self._past = torch.zeros(
+            *shape, recipe.history, dtype=torch.float32, device=device
+        )  # newest first; 0 is nothing
         self._scales = torch.zeros(shape, dtype=torch.float32, device=device)  # 0 where there is no history
         self.updates = torch.zeros(shape, dtype=torch.int64, device=device)
         # A tensor for each operand of each layer: torch.compile guards what one graph notes against what another one does.
@@ -73,6 +75,10 @@ class AmaxHistory:
         own = scale_of(amax, self.recipe.format_of(operand), margin=self.recipe.margin)
         past = self._scales[row, OPERANDS.index(operand)].to(amax.device)
         return torch.where(past > 0, past, own)
+
+    def in_force(self, row: int, operand: Operand) -> Tensor:
+        """A copy of the scale of this window, 0-dim FP32; 0 where there is no history."""
+        return self._scales[row, OPERANDS.index(operand)].clone()
 
     @torch.no_grad()
     def end_window(self, applied: Tensor | bool, reduce_max: Callable[[Tensor], None] | None) -> None:

@@ -37,6 +37,7 @@ from lightning_amp_plus.fp8.recipes import (
     DelayedScaling,
     Gemm,
     MXScaling,
+    Operand,
     Recipe,
     RowwiseScaling,
 )
@@ -255,6 +256,17 @@ class Engine:
     def _states(self) -> tuple[Any, Any]:
         meta = self._layer.fp8_meta
         return meta["scaling_fwd"], meta["scaling_bwd"]
+
+    def scale_in_force(self, operand: Operand) -> Tensor | None:
+        """A copy of the scale that delayed scaling multiplies an operand by just now, 0-dim FP32, on the device.
+
+        ``None`` with other recipes, or where nothing was computed yet.
+        """
+        if self._layer is None or not isinstance(self.recipe, DelayedScaling):
+            return None
+        forward, backward = self._states()
+        scale: Tensor = forward.scale[_FORWARD.index(operand)] if operand in _FORWARD else backward.scale[0]
+        return scale.clone()
 
     def histories(self) -> tuple[Tensor, Tensor] | None:
         """Amax values ``[3, history]``, newest first, and the three scales; operands as in ``fp8.delayed``.
