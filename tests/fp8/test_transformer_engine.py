@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_amp_plus import AmpPrecision, IncompatiblePrecisionError, PrecisionPolicy, Rule, plan
 from lightning_amp_plus.callbacks import DtypeCensus
 from lightning_amp_plus.fp8 import CurrentScaling, DelayedScaling, Recipe, activation_checkpoint
+from lightning_amp_plus.fp8.fitting import FitWatch
 from tests.distributed.test_fp8_over_ranks import train
 from tests.fp8.test_training import Regressor, batches
 from tests.support.fp8_contract import CONTRACT, error, grads, layer, routed, run, tokens
@@ -289,6 +290,24 @@ def the_census_says_what_it_ran_in() -> None:
         assert not census.last.flags, str(census.last)
 
 
+def fits_are_measured_with_the_scale_in_force() -> None:
+    backend, model = as_if_on_a_gpu(), routed(layer(), NAME, DELAYED)
+    engine, watch = backend.engine_of(model), FitWatch({"layer": model}, torch.device("cpu"))
+    assert engine is not None and engine.scale_in_force("input") is None  # nothing ran yet
+    for size, saturates in ((1.0, False), (1.0, False), (100.0, True)):
+        _, scales = engine.histories() or (None, torch.ones(3))
+        watch.begin()
+        with backend.region([engine], None):
+            output = model(size * tokens())
+        output.backward(grads().to(output.dtype))
+        watch.end()
+        fits = watch.fits(watch.numbers()).own["layer"]
+        assert [fits[operand].scale for operand in ("input", "weight", "grad_output")] == scales.tolist()
+        assert (fits["input"].saturation > 0.5) == saturates and fits["input"].updates is None
+        assert fits["input"].amax == (size * tokens()).bfloat16().abs().max().item()
+    assert scales.min() > 10  # it did advance
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
@@ -308,6 +327,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         a_search_for_a_learning_rate_leaves_no_history,
         a_forward_without_gradients_between_steps_leaves_no_trace,
         the_census_says_what_it_ran_in,
+        fits_are_measured_with_the_scale_in_force,
     )
 }
 
