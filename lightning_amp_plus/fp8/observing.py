@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from time import perf_counter_ns
@@ -19,10 +20,11 @@ from lightning_amp_plus.fp8.gemms import Product, is_product, products
 from lightning_amp_plus.fp8.unseen import UnseenGemms
 from lightning_amp_plus.watching.modules import Watchable
 from lightning_amp_plus.watching.ops import Op, op_of, place_of, plain_parts, short
-from lightning_amp_plus.watching.places import Frame, Place, Places
+from lightning_amp_plus.watching.places import NO_TASK, Frame, Place, Places
 from lightning_amp_plus.watching.watcher import Watcher
 
 _Key = tuple[str, str, str, str, str, str, str, bool]
+_Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 # What a layer in FP8 does besides quantizing and multiplying: it adds a bias, and up the bias's gradient.
 _OF_THE_BIAS = ("add", "sum")
 
@@ -99,15 +101,19 @@ class _Forward:
     """A product of the forward that gradients will be computed for.
 
     Attributes:
+        module: Name of the module that it ran in.
         sizes: The last two sizes of either operand, in ascending order.
         memory: Where the operands lie.
         weight: Which of the operands is a weight, 0 or 1; ``None`` if neither is.
+        inside: Whether it was computed in the forward of a function with a backward of its own.
         gradients: How many of its gradients were computed without anything but their order telling whose they are.
     """
 
-    sizes: tuple[tuple[int, ...], tuple[int, ...]]
+    module: str
+    sizes: _Sizes
     memory: tuple[int, int]
     weight: int | None
+    inside: bool
     gradients: int = 0
 
 
@@ -128,7 +134,9 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
         # Backward may come again to what was watched once, in another step or a user's own.
         self._unseen = UnseenGemms(parts, fallbacks, tally, lambda: self._depth > 0)
         self._regions = set(parts.hidden.values())
-        self._forwards: dict[tuple[int, int], list[_Forward]] = {}
+        # By the backward they were computed in: numbers of nodes, ascending, and the products noted at each.
+        self._forwards: dict[int, tuple[list[int], list[list[_Forward]]]] = {}
+        self._met: set[tuple[str, _Sizes]] = set()  # products of the forward, by module
         self._weights: dict[int, StorageWeakRef | None] = {}
         for owned in parts.layers.values():
             for module, key in owned:
@@ -183,6 +191,7 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
         frame = place.frame if isinstance(place.frame, _Call) else None
         region = place.module in self._regions
         for product in products(op.base, op.kind, args, result):
+            place = self._recomputed_in(product, place)
             role, forward = self._role(product, place, frame, region)
             kind = product.kind
             if kind == "gemm" and op.base in ("bmm", "baddbmm") and forward is not None and forward.weight is None:
@@ -194,38 +203,71 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
         if frame is not None:
             frame.products += 1
 
+    def _recomputed_in(self, product: Product, place: Place) -> Place:
+        """The place, of a recomputation outside of any module's call with the module that it is a part of.
+
+        Backward recomputes when it comes to the last node of what was checkpointed, which may be that of a module inside.
+        """
+        if not place.recomputes or product.left is None or product.right is None:
+            return place
+        sizes, name = (_sizes(product.left), _sizes(product.right)), place.module
+        while (name, sizes) not in self._met:
+            if not name:
+                return place
+            name = name.rpartition(".")[0]
+        return place._replace(module=name)
+
     # ---------------------------------------------------------------- what a product is for
 
     def _role(self, product: Product, place: Place, frame: _Call | None, region: bool) -> tuple[str, _Forward | None]:
         """The role of a product, and the product of the forward that it is one of or a gradient of."""
         if place.phase in ("optimizer", "step"):
             return "optimizer", None
-        recomputes = frame is not None and frame.recomputes
-        # Outside of any module only a recomputation builds a graph in backward.
-        recomputes |= place.phase == "backward" and (product.role == "fprop" or torch.is_grad_enabled())
+        recomputes = frame.recomputes if frame is not None else place.recomputes
+        recomputes |= place.phase == "backward" and product.role == "fprop"
         if place.phase == "forward" or recomputes:
-            forward = self._note(product, frame)
+            forward = self._note(product, place.module, frame)
             return ("recompute" if recomputes else "fprop"), forward
-        forwards = [] if place.node is None else self._forwards.get(place.node, [])
+        forwards = self._forwards_of(place)
         if product.role:
             return product.role, forwards[0] if forwards else None
         if region:
             return "backward", None
         return self._gradient(product, forwards)
 
-    def _note(self, product: Product, frame: _Call | None) -> _Forward | None:
+    def _note(self, product: Product, module: str, frame: _Call | None) -> _Forward | None:
         left, right = product.left, product.right
         if left is None or right is None:
             return None
         sizes, memory = (_sizes(left), _sizes(right)), (place_of(left), place_of(right))
         weight = next((side for side in (1, 0) if self._holds_weight(memory[side])), None)
         if weight is None and frame is not None:  # a weight that was made or quantized from one is known by its sizes
-            own = {tuple(sorted(p.shape)) for p in frame.module._parameters.values() if p is not None}
+            own = {tuple(sorted(p.shape)) for p in _weights_of(frame.module)}
             weight = next((side for side in (1, 0) if sizes[side] in own), None)
-        forward = _Forward(sizes, memory, weight)
+        forward = _Forward(module, sizes, memory, weight, not torch.is_grad_enabled())
         task, number = self.places.next_node()
-        self._forwards.setdefault((task, number - 1), []).append(forward)
+        if task == NO_TASK:
+            self._met.add((module, sizes))
+        numbers, forwards = self._forwards.setdefault(task, ([], []))
+        if not numbers or numbers[-1] != number - 1:
+            numbers.append(number - 1)
+            forwards.append([])
+        forwards[-1].append(forward)
         return forward
+
+    def _forwards_of(self, place: Place) -> list[_Forward]:
+        """The products of the forward that the node which runs in backward was made with."""
+        if place.node is None or place.node[0] not in self._forwards:
+            return []
+        task, number = place.node
+        numbers, forwards = self._forwards[task]
+        # A function with a backward of its own gets its number first, and functions called in its forward get theirs
+        # (torchao's casts do) before it multiplies: then what was noted next in the module is its.
+        position = bisect_left(numbers, number)
+        if position == len(numbers):
+            return []
+        exact = numbers[position] == number
+        return [known for known in forwards[position] if exact or (known.inside and known.module == place.module)]
 
     def _gradient(self, product: Product, forwards: list[_Forward]) -> tuple[str, _Forward | None]:
         """Whose gradient it is: an operand's by its sizes, by what it is multiplied with, at last by the order."""
@@ -260,6 +302,14 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
     def _left(self, frame: Frame, inputs: Any, output: Any) -> None:
         if isinstance(frame, _Call) and not frame.products:  # what was dispatched is the better evidence
             self._unseen.left(frame.name, frame.module, frame.recomputes, inputs, output)
+
+
+def _weights_of(module: nn.Module) -> Iterator[Tensor]:
+    """A module's own parameters, and what those that a parametrization makes are made from."""
+    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+    made = module._modules.get("parametrizations")
+    if made is not None:
+        yield from made.parameters()
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from lightning_amp_plus.watching.modules import around, is_compiled_in_place, ou
 
 Phase = Literal["forward", "backward", "optimizer", "step"]
 
-_NO_TASK = -1  # what autograd calls "no backward is running"
+NO_TASK = -1  # what autograd calls "no backward is running"
 
 
 class Frame:
@@ -38,7 +38,7 @@ class Frame:
     @property
     def recomputes(self) -> bool:
         """Whether backward computes anew what the forward did not keep."""
-        return self.task != _NO_TASK
+        return self.task != NO_TASK
 
 
 class Place(NamedTuple):
@@ -50,6 +50,7 @@ class Place(NamedTuple):
         frame: The call of the module, in the forward.
         accumulates: Whether autograd is adding to a parameter's ``grad``.
         node: In the backward, what :meth:`Places.next_node` said when the node was made that runs now.
+        recomputes: Whether backward computes anew, outside of any module's call, what the forward did not keep.
     """
 
     module: str
@@ -57,6 +58,7 @@ class Place(NamedTuple):
     frame: Frame | None = None
     accumulates: bool = False
     node: tuple[int, int] | None = None
+    recomputes: bool = False
 
 
 class Places:
@@ -84,7 +86,7 @@ class Places:
         self._leave = leave
         self._owners: dict[int, str] = {}
         # Node numbers and the module that was running from each on; those of recomputations by the backward they ran in.
-        self._marks: dict[int, tuple[list[int], list[str]]] = {_NO_TASK: ([], [])}
+        self._marks: dict[int, tuple[list[int], list[str]]] = {NO_TASK: ([], [])}
         self._outer_task: int | None = None
         self._last: tuple[int, int, Place] | None = None  # of the node that the operation before this one ran in
 
@@ -145,7 +147,7 @@ class Places:
 
     def new_backward(self) -> None:
         """A backward begins that is not one inside another."""
-        if torch._C._current_graph_task_id() == _NO_TASK:
+        if torch._C._current_graph_task_id() == NO_TASK:
             self._outer_task = self._last = None
 
     # ---------------------------------------------------------------- the question
@@ -155,7 +157,7 @@ class Places:
         task = torch._C._current_graph_task_id()
         if self.stack and self.stack[-1].task == task:
             return Place(self.stack[-1].name, "forward", self.stack[-1])
-        if task != _NO_TASK:
+        if task != NO_TASK:
             if self._outer_task is None:
                 self._outer_task = task
             return self._in_backward(task)
@@ -174,11 +176,24 @@ class Places:
         variable = getattr(node, "variable", None)
         if variable is not None:
             return Place(self._owners.get(id(variable), ""), "backward", accumulates=True)
+        if _recomputing(node):
+            return self._recomputed(task, node._sequence_nr())
         number = node._sequence_nr()
         if self._last is not None and self._last[:2] == (task, number):
             return self._last[2]
         place = self._of_node(task, number)
         self._last = task, number, place
+        return place
+
+    def _recomputed(self, task: int, number: int) -> Place:
+        """The place of what a node computes anew; the nodes that this makes are its module's too."""
+        place = self._of_node(task, number)._replace(recomputes=True)
+        numbers, names = self._marks.setdefault(task, ([], []))
+        made = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        if numbers and numbers[-1] == made and names[-1] == place.module:
+            return place
+        numbers += [made - 1, made]
+        names += [place.module] * 2
         return place
 
     def _of_node(self, task: int, number: int) -> Place:
@@ -188,7 +203,18 @@ class Places:
             for made_in, (numbers, names) in list(self._marks.items())[:0:-1]:
                 if numbers[0] <= number < numbers[-1]:
                     return Place(_at(numbers, names, number), "backward", node=(made_in, number))
-        return Place(_at(*self._marks[_NO_TASK], number), "backward", node=(_NO_TASK, number))
+        return Place(_at(*self._marks[NO_TASK], number), "backward", node=(NO_TASK, number))
+
+
+def _recomputing(node: Any) -> bool:
+    """Whether what runs in a node is a forward: of a function that checkpoints, or to unpack what was not kept.
+
+    With ``create_graph=True`` backward itself runs in grad mode too.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    own_backward = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return own_backward or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _at(numbers: list[int], names: list[str], number: int) -> str:
