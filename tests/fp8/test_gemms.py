@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from typing_extensions import Self
 
 from lightning_amp_plus.fp8.gemms import Product, is_product, products
 from lightning_amp_plus.fp8.op import fp8_gemm
