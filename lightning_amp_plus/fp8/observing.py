@@ -106,7 +106,8 @@ class _Forward:
         memory: Where the operands lie.
         weight: Which of the operands is a weight, 0 or 1; ``None`` if neither is.
         inside: Whether it was computed in the forward of a function with a backward of its own.
-        gradients: How many of its gradients were computed without anything but their order telling whose they are.
+        wanted: Which of the operands require gradients, as far as that is known here.
+        found: Whose gradients have been computed.
     """
 
     module: str
@@ -114,7 +115,8 @@ class _Forward:
     memory: tuple[int, int]
     weight: int | None
     inside: bool
-    gradients: int = 0
+    wanted: tuple[int, ...]
+    found: list[int] = field(default_factory=list)
 
 
 class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
@@ -230,6 +232,9 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
             return ("recompute" if recomputes else "fprop"), forward
         forwards = self._forwards_of(place)
         if product.role:
+            if forwards and forwards[0].weight is not None:
+                weight = forwards[0].weight
+                forwards[0].found.append(weight if product.role == "wgrad" else 1 - weight)
             return product.role, forwards[0] if forwards else None
         if region:
             return "backward", None
@@ -244,7 +249,8 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
         if weight is None and frame is not None:  # a weight that was made or quantized from one is known by its sizes
             own = {tuple(sorted(p.shape)) for p in _weights_of(frame.module)}
             weight = next((side for side in (1, 0) if sizes[side] in own), None)
-        forward = _Forward(module, sizes, memory, weight, not torch.is_grad_enabled())
+        wanted = tuple(side for side, operand in enumerate((left, right)) if operand.requires_grad)
+        forward = _Forward(module, sizes, memory, weight, not torch.is_grad_enabled(), wanted)
         task, number = self.places.next_node()
         if task == NO_TASK:
             self._met.add((module, sizes))
@@ -281,21 +287,28 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
                 continue
             if forward.weight is None:
                 return "dgrad", forward
+            side = sides[0]
             if len(sides) == 2:
-                sides = self._by_partner(forward, left, right)
-            return ("wgrad" if sides[0] == forward.weight else "dgrad"), forward
+                side = self._by_partner(forward, left, right)
+                if (
+                    side in forward.found and 1 - side not in forward.found
+                ):  # each is computed once: one guess was wrong
+                    side = 1 - side
+            forward.found.append(side)
+            return ("wgrad" if side == forward.weight else "dgrad"), forward
         return "backward", None
 
-    def _by_partner(self, forward: _Forward, left: Tensor, right: Tensor) -> list[int]:
+    def _by_partner(self, forward: _Forward, left: Tensor, right: Tensor) -> int:
+        """Whose gradient it is where both operands have its sizes: the one that it is not computed from."""
         assert forward.weight is not None
         other = 1 - forward.weight
         for memory in (place_of(left), place_of(right)):
             if memory == forward.memory[forward.weight] or self._holds_weight(memory):
-                return [other]
+                return other
             if memory == forward.memory[other]:
-                return [forward.weight]
-        forward.gradients += 1
-        return [other] if forward.gradients == 1 else [forward.weight]
+                return forward.weight
+        # What was recomputed, or quantized anew, lies elsewhere by now.
+        return forward.wanted[0] if len(forward.wanted) == 1 else other
 
     # ---------------------------------------------------------------- what shows no operation
 
