@@ -90,6 +90,10 @@ class Places:
         self._outer_task: int | None = None
         self._last: tuple[int, int, Place] | None = None  # of the node that the operation before this one ran in
 
+    def __reduce__(self) -> Any:
+        # Copies and pickles of a module made while it is watched hold its hooks; theirs are to watch nothing.
+        return _nowhere, ()
+
     def own(self, parameter: Tensor, name: str) -> None:
         """Says whose a parameter is; of a tied one the first says it."""
         self._owners.setdefault(id(parameter), name)
@@ -114,16 +118,17 @@ class Places:
         return undo
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if out_of_sight():
+        name = self._names.get(id(module))
+        if name is None or out_of_sight():
             return
-        frame = self._make_frame(self._names[id(module)], torch._C._current_graph_task_id(), module, (args, kwargs))
+        frame = self._make_frame(name, torch._C._current_graph_task_id(), module, (args, kwargs))
         self.stack.append(frame)
         self._mark(frame.task)
 
     def _exit(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if out_of_sight():
+        name = self._names.get(id(module))
+        if name is None or out_of_sight():
             return
-        name = self._names[id(module)]
         if not any(frame.name == name for frame in self.stack):
             return
         while (frame := self.stack.pop()).name != name:  # left by an exception that somebody caught
@@ -204,6 +209,10 @@ class Places:
                 if numbers[0] <= number < numbers[-1]:
                     return Place(_at(numbers, names, number), "backward", node=(made_in, number))
         return Place(_at(*self._marks[NO_TASK], number), "backward", node=(NO_TASK, number))
+
+
+def _nowhere() -> Places:
+    return Places({}, lambda name, task, *_: Frame(name, task), lambda *_: None)
 
 
 def _recomputing(node: Any) -> bool:
