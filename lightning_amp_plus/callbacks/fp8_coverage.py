@@ -109,6 +109,7 @@ class Fp8CoverageMonitor(Monitor):
         self._tally: Tally | None = None
         self._step = 0
         self._seen_reasons: set[str] = set()
+        self._planned, self._begun = 0, False  # layers in FP8, and whether that is switched on
         self._said = False
         self._end_look: Callable[[], None] | None = None
 
@@ -152,6 +153,9 @@ class Fp8CoverageMonitor(Monitor):
             self._tally, self._step = Tally(), int(trainer.global_step)
             # Anew for each window: set_route() may have moved modules.
             self._layers = _layers(self.plugin.plan, ModelNames(pl_module).module, self.plugin.moves)
+            # Asked now: the window that is last before FP8 begins switches it on as it closes.
+            planned = [layer.module for layer in self._layers.values() if layer.route is not None]
+            self._planned, self._begun = len(planned), any(vars(module).get(FP8_SWITCH, True) for module in planned)
         watcher = GemmWatcher(self._parts, Fallbacks(self._layers, self._regions), self._tally)
         self._end_look = watcher.watch(trainer.strategy, self.optimizers)
 
@@ -230,13 +234,11 @@ class Fp8CoverageMonitor(Monitor):
         if not self._said:
             self._said = True
             rank_zero_info(f"FP8 coverage at step {step}: {self.last.summary()}. print(monitor.last) shows all.")
-        planned = [layer for layer in self._layers.values() if layer.route is not None]
-        begun = any(vars(layer.module).get(FP8_SWITCH, True) for layer in planned)
-        if planned and begun and not self._warned and shares.gemms == 0:
+        if self._begun and not self._warned and shares.gemms == 0:
             self._warned = True
             why = ", ".join(f"{reason} {percent(share)}" for reason, share in self.last.fallbacks().items())
             rank_zero_warn(
-                f"FP8 coverage is 0 at step {step}: the plan has {len(planned)} layers in FP8, and no GEMM ran in it (by "
+                f"FP8 coverage is 0 at step {step}: the plan has {self._planned} layers in FP8, and no GEMM ran in it (by "
                 f"FLOPs: {why}). Look at print(monitor.last) for where they ran; layers that forward never calls, or whose "
                 "weights it multiplies itself, cannot run in FP8. Said once."
             )
