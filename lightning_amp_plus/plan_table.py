@@ -70,7 +70,8 @@ def as_table(title: str, rows: Sequence[Sequence[str]], notes: Sequence[str], le
     for row in rows[1:]:
         table.add_row(*(Text(row[index]) for index in shown))
     below = [*notes, *([f"no room for: {', '.join(reversed(left_out))}"] if left_out else [])]
-    table.caption = "\n".join(below) or None
+    # Not as a string: names in it may look like markup.
+    table.caption = Text("\n".join(below), style="table.caption") if below else None
     return table
 
 
