@@ -5,6 +5,7 @@ Plain data, pure. ``observing`` makes it from what was dispatched, ``Fp8Coverage
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -155,11 +156,11 @@ class Coverage:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The coverage in plain types, its shares included."""
+        """The coverage in plain types, its shares included; ``None`` where there was no work, since JSON has no NaN."""
         return {
             "step": self.step,
-            "coverage": asdict(self.shares()),
-            "coverage_without_attention": asdict(self.shares(attention=False)),
+            "coverage": _plain(self.shares()),
+            "coverage_without_attention": _plain(self.shares(attention=False)),
             "rows": [asdict(row) for row in self.rows],
             "time": dict(self.time),
             "notes": list(self.notes),
@@ -183,17 +184,17 @@ class Coverage:
         total = sum(row.flops for row in self.counted()) or 1
         alike: dict[tuple[str, ...], list[GemmRow]] = {}
         for row in self.rows:
-            where = cell(pattern_of(row.module)) or ROOT
-            key = (f"{where} (compiled)" if row.region else where, row.op, row.shown_format, row.reason)
+            key = (pattern_of(row.module), "(compiled)" if row.region else "", row.op, row.shown_format, row.reason)
             alike.setdefault((*key, "optimizer" if row.role == "optimizer" else ""), []).append(row)
         lines: list[tuple[str, ...]] = [("module", "role", "op", "format", "GEMMs", "FLOPs", "share", "not FP8")]
-        for (where, op, shown, reason, optimizer), rows in alike.items():
+        for (pattern, compiled, op, shown, reason, optimizer), rows in alike.items():
             modules = len({row.module for row in rows})
+            where = cell(pattern if modules > 1 else rows[0].module) or ROOT
             roles = [role for role in (*ROLES, optimizer) if any(row.role == role for row in rows)]
             flops = sum(row.flops for row in rows)
             lines.append(
                 (
-                    f"{where} ({modules})" if modules > 1 else cell(rows[0].module) or ROOT if "*" in where else where,
+                    " ".join([where, *([compiled] if compiled else []), *([f"({modules})"] if modules > 1 else [])]),
                     " ".join(roles),
                     op.removeprefix("aten.").removeprefix("lightning_amp_plus."),
                     shown,
@@ -257,6 +258,10 @@ def time_shares(spent: Iterable[float]) -> dict[str, float]:
     return {kind: time / total for kind, time in zip(TIMES, times, strict=True)} if total else {}
 
 
+def _plain(shares: Shares) -> dict[str, float | None]:
+    return {name: None if math.isnan(share) else share for name, share in asdict(shares).items()}
+
+
 def _grouped(rows: Iterable[GemmRow], key: Callable[[GemmRow], str]) -> dict[str, list[GemmRow]]:
     found: dict[str, list[GemmRow]] = {}
     for row in rows:
@@ -270,14 +275,14 @@ def percent(share: float) -> str:
         return "-"
     if 0 < share < 0.0005:
         return "< 0.1 %"
-    if 0.9995 < share < 1:
+    if 0.9995 <= share < 1:
         return "> 99.9 %"
     return f"{100 * share:.3g} %"
 
 
 def short(number: float) -> str:
     """A large number for people: ``1.34 G``."""
-    for power, letter in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if number >= 10**power:
+    for power, letter in ((21, "Z"), (18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if number >= 0.9995 * 10**power:  # what three digits round up to it
             return f"{number / 10**power:.3g} {letter}"
     return f"{number:.0f}"
