@@ -1,4 +1,4 @@
-"""Fp8CoverageMonitor in a Trainer: what it logs and says, every reason for not running in FP8, and what it leaves behind."""
+"""Fp8CoverageMonitor in a Trainer: what it logs and says, every reason that occurs, and what it leaves behind."""
 
 from __future__ import annotations
 
