@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -80,24 +81,57 @@ def test_what_somebody_else_had_put_on_the_instance_comes_back() -> None:
     assert greeter.greet is theirs
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_wrappers_of_one_method_end_in_any_order(first: int) -> None:
-    greeter, both = Greeter("a"), (InstanceHooks(), InstanceHooks())
-    for hooks, by in zip(both, "*+", strict=True):
-        hooks.wrap(greeter, "greet", surrounded(by))
-    assert greeter.greet() == "+*hello a.*+"
-    both[first].undo()
-    assert greeter.greet() == ("+hello a.+", "*hello a.*")[first]
-    both[1 - first].undo()
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_what_was_wrapped_several_times_ends_in_any_order_and_leaves_nothing(order: tuple[int, ...]) -> None:
+    greeter, marks = Greeter("a"), "*+-"
+    hooks = [InstanceHooks() for _ in marks]
+    for one, mark in zip(hooks, marks, strict=True):
+        one.wrap(greeter, "greet", surrounded(mark))
+    assert greeter.greet() == "-+*hello a.*+-"
+    left = list(marks)
+    for index in order:
+        hooks[index].undo()
+        left.remove(marks[index])
+        around = "".join(left)
+        assert greeter.greet() == f"{around[::-1]}hello a.{around}"
     assert vars(greeter) == {"name": "a"}
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_whichever_wrapper_ends_last_puts_back_what_was_on_the_instance(first: int) -> None:
-    greeter, both = Greeter("a"), (InstanceHooks(), InstanceHooks())
-    greeter.greet = own = lambda: "own"  # type: ignore[method-assign, assignment, misc]
-    for hooks in both:
-        hooks.wrap(greeter, "greet", surrounded("*"))
-    both[first].undo()
-    both[1 - first].undo()
-    assert greeter.greet is own  # type: ignore[comparison-overlap]
+@pytest.mark.parametrize("order", list(itertools.permutations(range(2))), ids=str)
+def test_what_somebody_else_had_put_there_comes_back_in_any_order(order: tuple[int, ...]) -> None:
+    greeter, hooks = Greeter("a"), [InstanceHooks(), InstanceHooks()]
+
+    def theirs(mark: str = ".") -> str:
+        return f"theirs{mark}"
+
+    greeter.greet = theirs  # type: ignore[method-assign]
+    for one, mark in zip(hooks, "*+", strict=True):
+        one.wrap(greeter, "greet", surrounded(mark))
+    for index in order:
+        hooks[index].undo()
+    assert greeter.greet is theirs and vars(greeter).keys() == {"name", "greet"}
+
+
+def test_what_somebody_else_puts_on_top_stays_and_calls_what_lies_below() -> None:
+    greeter, hooks = Greeter("a"), InstanceHooks()
+    hooks.wrap(greeter, "greet", surrounded("*"))
+    ours = greeter.greet
+    greeter.greet = lambda mark=".": f"<{ours(mark)}>"  # type: ignore[method-assign]
+    hooks.undo()
+    assert greeter.greet() == "<*hello a.*>"  # theirs holds ours, and nothing can take it out of there
+    again = InstanceHooks()
+    again.wrap(greeter, "greet", surrounded("+"))
+    again.undo()
+    assert greeter.greet() == "<*hello a.*>"
+
+
+def test_a_method_wrapped_between_two_ends_of_others_is_called_once() -> None:
+    greeter, first, second, third = Greeter("a"), InstanceHooks(), InstanceHooks(), InstanceHooks()
+    first.wrap(greeter, "greet", surrounded("1"))
+    second.wrap(greeter, "greet", surrounded("2"))
+    first.undo()
+    third.wrap(greeter, "greet", surrounded("3"))
+    second.undo()
+    assert greeter.greet() == "3hello a.3"
+    third.undo()
+    assert vars(greeter) == {"name": "a"}
