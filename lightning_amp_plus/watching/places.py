@@ -109,9 +109,10 @@ class Places:
             if is_compiled_in_place(module):
                 undo.append(around(module, self._enter, self._exit))
                 continue
-            undo.append(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+            # By the class: a scripted module refuses hooks from outside, and calls those that it has.
+            undo.append(nn.Module.register_forward_pre_hook(module, self._enter, with_kwargs=True).remove)
             # Recomputation stops early by an exception; without `always_call` its modules would stay on the stack.
-            undo.append(module.register_forward_hook(self._exit, with_kwargs=True, always_call=True).remove)
+            undo.append(nn.Module.register_forward_hook(module, self._exit, with_kwargs=True, always_call=True).remove)
         for optimizer in optimizers:
             undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
             undo.append(optimizer.register_step_post_hook(self._after_step).remove)
