@@ -109,6 +109,20 @@ def _attention_backward(args: Sequence[Any], result: Any) -> list[Product]:
     return [Product("attention", gradient, key, None, flops, "dgrad")]
 
 
+def _attention_layer(args: Sequence[Any], result: Any) -> list[Product]:
+    """All of a ``MultiheadAttention`` in evaluation: both projections, and attention between them."""
+    query, key, value, width, heads, into, out = *args[:6], args[7]
+    if query.is_nested:
+        return [Product("attention", query, into, None, None, "fprop")]
+    projected = [x.unsqueeze(1).expand(-1, heads, -1, -1)[..., : width // heads] for x in (query, key, value)]
+    work = 2 * width * (query.numel() + key.numel() + value.numel())
+    return [
+        Product("gemm", query, into, None, work, "fprop"),
+        *_attention(projected, result),
+        Product("gemm", query, out, None, 2 * width * query.numel(), "fprop"),
+    ]
+
+
 def _varlen_attention(backward: bool) -> _Rule:
     """The kernels that FlashAttention's own interface reaches, ``[batch, length, heads, width]`` and packed sequences.
 
@@ -174,6 +188,7 @@ _RULES: dict[str, _Rule] = {
     ),
     **dict.fromkeys(("_flash_attention_forward", "_efficient_attention_forward"), _varlen_attention(False)),
     **dict.fromkeys(("_flash_attention_backward", "_efficient_attention_backward"), _varlen_attention(True)),
+    "_native_multi_head_attention": _attention_layer,
     "mkldnn_rnn_layer": _rnn(lambda args: list(args[_ONEDNN_RNN]), False),
     "mkldnn_rnn_layer_backward": _rnn(lambda args: list(args[_ONEDNN_RNN]), True),
     **dict.fromkeys(("_cudnn_rnn", "miopen_rnn"), _rnn(lambda args: list(args[1]), False)),
