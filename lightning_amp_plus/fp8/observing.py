@@ -287,13 +287,7 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
                 continue
             if forward.weight is None:
                 return "dgrad", forward
-            side = sides[0]
-            if len(sides) == 2:
-                side = self._by_partner(forward, left, right)
-                if (
-                    side in forward.found and 1 - side not in forward.found
-                ):  # each is computed once: one guess was wrong
-                    side = 1 - side
+            side = sides[0] if len(sides) == 1 else self._by_partner(forward, left, right)
             forward.found.append(side)
             return ("wgrad" if side == forward.weight else "dgrad"), forward
         return "backward", None
@@ -301,14 +295,18 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
     def _by_partner(self, forward: _Forward, left: Tensor, right: Tensor) -> int:
         """Whose gradient it is where both operands have its sizes: the one that it is not computed from."""
         assert forward.weight is not None
+        if len(forward.wanted) == 1:
+            return forward.wanted[0]
         other = 1 - forward.weight
+        side = other
         for memory in (place_of(left), place_of(right)):
             if memory == forward.memory[forward.weight] or self._holds_weight(memory):
-                return other
+                break
             if memory == forward.memory[other]:
-                return forward.weight
-        # What was recomputed, or quantized anew, lies elsewhere by now.
-        return forward.wanted[0] if len(forward.wanted) == 1 else other
+                side = forward.weight
+                break
+        # What was recomputed or quantized anew lies elsewhere by now, so it may be a guess. Either is computed as often.
+        return 1 - side if forward.found.count(side) > forward.found.count(1 - side) else side
 
     # ---------------------------------------------------------------- what shows no operation
 
