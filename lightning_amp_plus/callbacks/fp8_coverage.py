@@ -234,7 +234,7 @@ class Fp8CoverageMonitor(Monitor):
         if not self._said:
             self._said = True
             rank_zero_info(f"FP8 coverage at step {step}: {self.last.summary()}. print(monitor.last) shows all.")
-        if self._begun and not self._warned and shares.gemms == 0:
+        if self._begun and not self._warned and shares.flops == 0:
             self._warned = True
             why = ", ".join(f"{reason} {percent(share)}" for reason, share in self.last.fallbacks().items())
             rank_zero_warn(
