@@ -88,6 +88,8 @@ def _now(layer: Layer, product: Product, role: str) -> Reason:
         return "rule"
     if role == "recompute" and "fprop" not in route.gemms:
         return "rule"
+    if role == "backward" and not {"dgrad", "wgrad"} <= set(route.gemms):
+        return "rule"
     if not product.flops:
         return "shape"  # a batch without elements
     return "demoted"
