@@ -331,6 +331,23 @@ def test_coverage_0_is_warned_about_once():
     assert looks.logged[0]["fp8/fallback/op"] == pytest.approx(IN_FP8 / ALL_OF_IT)
 
 
+def test_a_batch_without_elements_is_no_warning():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="FP8 coverage is 0")
+        looks = watched(Model(), in_fp8("up", "down", backend="torchao"), data=[torch.zeros(0, 16)])
+    assert looks.logged[0]["fp8/coverage_gemms"] == 0.0 and "fp8/coverage_flops" not in looks.logged[0]
+
+
+def test_work_without_a_formula_is_named_in_a_note(monkeypatch):
+    from lightning_amp_plus.fp8 import gemms
+
+    monkeypatch.delitem(gemms._RULES, "addmm")
+    looks = watched(Model(), "bf16-mixed", data=batches(1))
+    assert any(note == "Of unknown work, counted without FLOPs: aten.addmm." for note in looks.found[0].notes)
+    assert sum(row.count for row in looks.found[0].rows) == 8
+    assert sum(row.flops for row in looks.found[0].rows) == ALL_OF_IT - (2 * WIDE + NARROW)
+
+
 def test_no_fp8_in_the_policy_is_no_warning():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="FP8 coverage is 0")

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from lightning_amp_plus import AmpPrecision, LossScale
 from lightning_amp_plus.callbacks import ActivationMonitor, DtypeCensus, precision_callbacks
+from lightning_amp_plus.callbacks.fp8_coverage import Fp8CoverageMonitor
 from tests.support.faults import INF, INF_LOSS
 from tests.support.models import MakeOptimizer, TinyRegressor, adamw, fused_adamw, sgd_momentum
 from tests.support.training import WeightTrace, loader, make_trainer, regression_batches, same, weights
 
 
 def every_callback(every_n_steps: int | None = None) -> dict[str, L.Callback]:
-    more = [ActivationMonitor(every_n_steps, detail=True)]
+    more = [ActivationMonitor(every_n_steps, detail=True), Fp8CoverageMonitor(every_n_steps)]
     return {type(callback).__name__: callback for callback in (*precision_callbacks("full", every_n_steps), *more)}
 
 

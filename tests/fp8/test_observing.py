@@ -18,6 +18,7 @@ from lightning_amp_plus import AmpPrecision, PrecisionPolicy, Rule
 from lightning_amp_plus.callbacks.fp8_coverage import Fp8CoverageMonitor
 from lightning_amp_plus.fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, RowwiseScaling
 from lightning_amp_plus.fp8.coverage import Coverage
+from lightning_amp_plus.fp8.observing import Tally
 from tests.support.models import sgd
 from tests.support.training import loader, make_trainer
 
@@ -230,6 +231,35 @@ def test_a_gradient_of_a_gradient_is_backward_work_and_no_recomputation():
     assert found[""].keys() == {"backward"}
 
 
+@pytest.mark.parametrize("backend", [None, "torchao"])
+def test_a_graph_that_backward_goes_through_twice_counts_twice(backend):
+    class Twice(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
+            self.manual_backward(loss, retain_graph=True)
+            self.manual_backward(loss)
+            optimizer.step()
+
+    if backend is not None:
+        pytest.importorskip("torchao")
+    monitor, model = Fp8CoverageMonitor(1), Twice(square, lambda model, x: model.b(model.a(x)))
+    model.automatic_optimization = False
+    policy = "bf16-mixed" if backend is None else in_fp8("b", backend=backend)
+    make_trainer(AmpPrecision(policy), callbacks=[monitor]).fit(model, loader([torch.randn(16, 16)]))
+    assert monitor.last is not None
+    n = 2 * 16**3
+    assert work(monitor.last) == {
+        "a": {"fprop": (1, n), "wgrad": (2, 2 * n)},
+        "b": {"fprop": (1, n), "dgrad": (2, 2 * n), "wgrad": (2, 2 * n)},
+    }
+
+
+def test_a_batch_without_elements_is_a_fallback_for_its_shape_where_the_backend_leaves_fp8():
+    pytest.importorskip("torchao")
+    found = cover(two, through_two, torch.randn(0, 32), in_fp8("a", "b", backend="torchao"))
+    assert {row.reason for row in found.rows} == {"shape"} and {row.flops for row in found.rows} == {0}
+
+
 # ---------------------------------------------------------------- convolutions, attention, einsum, RNNs
 
 
@@ -306,6 +336,28 @@ def test_torchs_attention_multiplies_with_its_own_weights(weights_too):
     assert work(found, "gemm") == {"a": of(n, "fprop", "wgrad"), "m": dict.fromkeys(ALL, (2, 4 * n))}
     assert work(found, "attention")["m"]["fprop"][1] == 2 * SCORES
     assert reasons(found) == {"a": {""}, "m": {"op"}}
+
+
+@pytest.mark.parametrize("policy", ["32-true", "bf16-mixed"])
+def test_torchs_attention_in_evaluation_is_one_operator_of_three_kinds_of_work(policy):
+    def build(model: Any) -> None:
+        model.a, model.teacher = nn.Linear(WIDTH, WIDTH), nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True)
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        model.teacher.eval()
+        with torch.no_grad():
+            target = model.teacher(x)
+        return model.a(x) - target
+
+    found = cover(build, step, torch.randn(BATCH, LENGTH, WIDTH), policy)
+    n = 2 * BATCH * LENGTH * WIDTH * WIDTH
+    assert work(found, "gemm") == {
+        "a": of(n, "fprop", "wgrad"),
+        "teacher.self_attn": {"fprop": (2, 4 * n)},
+        "teacher.linear1": of(2 * n, "fprop"),
+        "teacher.linear2": of(2 * n, "fprop"),
+    }
+    assert work(found, "attention") == {"teacher.self_attn": of(2 * SCORES, "fprop")}
 
 
 def test_einsum_is_a_gemm_with_weights_and_attention_without():
@@ -398,6 +450,19 @@ def test_torchao_multiplies_fp8_natively(recipe, how, tokens):
     assert (shares.flops, shares.gemms, shares.native_flops, shares.native_gemms) == (1.0, 1.0, 1.0, 1.0)
     assert formats(found, "b")["fprop"] == "e4m3"
     assert {row.op for row in found.rows} == {"aten._scaled_mm"} and {row.engine for row in found.rows} == {"native"}
+
+
+@pytest.mark.parametrize("backend", ["reference", "torchao"])
+def test_a_recipe_that_keeps_the_weights_gradient_in_high_precision(backend):
+    if backend == "torchao":
+        pytest.importorskip("torchao")
+    policy = in_fp8("b", recipe=RowwiseScaling(weight_grad="high"), backend=backend)
+    found = cover(two, through_two, torch.randn(16, 32), policy)
+    assert {row.role: row.reason for row in found.rows if row.module == "b"} == {
+        "fprop": "",
+        "dgrad": "",
+        "wgrad": "rule",
+    }
 
 
 def test_e4m3_times_bf16_is_not_fp8():
@@ -553,12 +618,33 @@ def test_a_compiled_region_is_known_as_such_and_stays_as_it_is(how, policy):
     assert any("Compiled: 'block'" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("backend", ["reference", "torchao"])
+def test_what_a_rule_leaves_out_inside_a_compiled_region(backend):
+    if backend == "torchao":
+        pytest.importorskip("torchao")
+    torch._dynamo.reset()
+    policy = in_fp8("block.*", gemms=("fprop", "dgrad"), backend=backend)
+    found = cover(compiled("wrapped", "aot_eager"), through_block, torch.randn(16, 16), policy)
+    assert found.fallbacks() == {"rule": (2 * N + 2 * WIDE) / (2 * N + 6 * WIDE)}
+    assert found.shares().flops == 4 * WIDE / (2 * N + 6 * WIDE)
+
+
 @pytest.mark.slow
 def test_a_region_compiled_by_inductor():
     torch._dynamo.reset()
     found = cover(compiled("wrapped", "inductor"), through_block, torch.randn(16, 16), in_fp8("block.*"))
     assert work(found)["block"] == {role: (2, 2 * WIDE) for role in ALL}
     assert found.shares().flops == 6 * WIDE / (2 * N + 6 * WIDE)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_is_a_region_too():
+    def build(model: Any) -> None:
+        model.a, model.scripted = nn.Linear(16, 16), torch.jit.script(nn.Sequential(nn.Linear(16, 32), nn.ReLU()))
+
+    found = cover(build, lambda model, x: model.scripted(model.a(x)), torch.randn(16, 16), "32-true")
+    assert work(found) == {"a": of(N, "fprop", "wgrad"), "scripted": {"fprop": (1, WIDE), "backward": (2, 2 * WIDE)}}
+    assert {row.module for row in found.rows if row.region} == {"scripted"}
 
 
 def test_flexible_attention_in_a_step():
@@ -574,3 +660,32 @@ def test_flexible_attention_in_a_step():
     torch._dynamo.reset()
     found = cover(square, step, torch.randn(4, 16))
     assert work(found, "attention") == {"": of(2 * 2 * 2 * 8 * 8 * 16, "fprop")}
+
+
+# ---------------------------------------------------------------- adding up
+
+
+def key(module: str, op: str = "aten.mm", reason: str = "") -> Any:
+    return module, "fprop", "gemm", op, "e4m3", "native", reason, False
+
+
+def test_a_tally_adds_up_what_is_alike_and_keeps_what_has_no_known_work():
+    tally = Tally()
+    for flops in (10, None, 30):
+        tally.add(key("a"), flops)
+    tally.add(key("b", "aten.odd"), None)
+    assert [(row.module, row.count, row.flops) for row in tally.rows()] == [("a", 3, 40), ("b", 1, 0)]
+    assert tally.unknown == {"aten.mm", "aten.odd"}
+
+
+def test_what_a_layer_in_fp8_does_besides_its_gemms_and_its_bias_is_quantization():
+    tally = Tally()
+    tally.add(key("fp8"), 1)
+    tally.add(key("bf16", reason="rule"), 1)
+    tally.add(key("parent"), 1)
+    for index, module in enumerate(("fp8", "bf16", "parent")):
+        for power, kind in enumerate(("gemm", "cast", "bias", "other")):
+            tally.nanoseconds[module, kind] = 4 ** (4 * index + power)
+    gemm, cast, bias, other = (sum(4 ** (4 * index + power) for index in range(3)) for power in range(4))
+    of_fp8 = 4**3  # the parent holds modules, whose work it does not know
+    assert tally.spent(["fp8", "bf16"]) == {"gemm": gemm, "cast": cast + of_fp8, "rest": bias + other - of_fp8}
