@@ -60,6 +60,12 @@ class StepReport:
         return "skipped_overflow" if self.values.found_inf else "applied"
 
     @property
+    def applied(self) -> Tensor | bool:
+        """Whether the step was applied; 0-dim where only the device knows. Waits for nothing."""
+        found = self.values.found_inf
+        return found == 0 if isinstance(found, Tensor) else not found and self.verdictless is None
+
+    @property
     def scale(self) -> float:
         """What this window's losses were multiplied by (1.0 without a loss scale)."""
         if isinstance(self.values.scale, Tensor):

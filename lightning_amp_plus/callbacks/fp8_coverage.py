@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_amp_plus.callbacks.layers import LayerHistory
@@ -29,14 +31,23 @@ from lightning_amp_plus.fp8.coverage import (
     time_shares,
 )
 from lightning_amp_plus.fp8.fallback import Fallbacks, Layer
+from lightning_amp_plus.fp8.fit import OVER_RANKS, label_of
+from lightning_amp_plus.fp8.fit_report import FitReport
+from lightning_amp_plus.fp8.fitting import FitWatch
+from lightning_amp_plus.fp8.kernels import KernelTimes
 from lightning_amp_plus.fp8.observing import GemmWatcher, Tally
+from lightning_amp_plus.fp8.recipes import Recipe
+from lightning_amp_plus.fp8.selection import Fp8Route
+from lightning_amp_plus.fp8.unseen import borne_out
 from lightning_amp_plus.metrics.fp8_coverage import fp8_coverage
 from lightning_amp_plus.naming import ROOT, ModelNames
 from lightning_amp_plus.routed import FP8_SWITCH, base_class
 from lightning_amp_plus.routing import RoutePlan
+from lightning_amp_plus.step_report import StepReport
 from lightning_amp_plus.watching.modules import Watchable, watchable
 from lightning_amp_plus.wide import wide_dtype
 
+_SHOWN = 30  # rows of the fit that are printed at the end; a screen
 _MULTIPLIES_FP8 = ("transformer_engine", "torchao")  # packages whose modules do, whatever the plan says
 
 
@@ -50,15 +61,21 @@ class Fp8CoverageMonitor(Monitor):
 
     Args:
         every_n_steps: The interval; by default the Trainer's ``log_every_n_steps``.
+        fit: Also measure how well scales fit, layer by layer: a sample of each operand is quantized once more.
+        what_if: Recipes to try on the same operands, as objects or by name: which of them would have fitted better. Nothing
+            is trained in them. Delayed scaling goes by histories of its own, of the observed windows only.
         always: Also observe a run whose plan has no layer in FP8 and whose model none of Transformer Engine's or torchao's.
             Its coverage is 0, unless the model multiplies in FP8 by itself.
 
     Attributes:
         last: The :class:`~lightning_amp_plus.fp8.coverage.Coverage` of the last step that was observed, of this rank, to
             be printed; ``None`` before the first.
+        last_fit: The :class:`~lightning_amp_plus.fp8.fit_report.FitReport` of that step, over all ranks, to be printed;
+            ``None`` without one, or without FP8.
 
     Raises:
-        ValueError: If ``every_n_steps`` is no whole number of at least 1.
+        ValueError: If ``every_n_steps`` is no whole number of at least 1, or ``what_if`` holds something else than recipes,
+            one of them twice, or anything without ``fit``.
         MisconfigurationException: In ``setup``, if the Trainer's precision plugin is not an ``AmpPrecision``; at the start
             of a fit, if ranks have different modules.
 
@@ -81,6 +98,13 @@ class Fp8CoverageMonitor(Monitor):
                                                  hardware backend warmup eval demoted``; from its first occurrence on
     ``fp8/time_gemm``, ``fp8/time_cast``,        shares of the device's time (on a CPU of the operators' time) in GEMMs, in
     ``fp8/time_rest``                            casts and quantization, and in the rest
+    ``fp8/amax/NAME/TENSOR``                     largest magnitude of a layer's ``input``, ``weight`` or ``grad_output``
+    ``fp8/scale/NAME/TENSOR``                    what it was multiplied by; of several scales the smallest
+    ``fp8/scale_updates/NAME/TENSOR``            how often that changed since the last log point; delayed scaling only
+    ``fp8/saturation/NAME/TENSOR``               share of elements clipped to the largest finite number
+    ``fp8/underflow/NAME/TENSOR``                share of elements that became zero, of those that are not
+    ``fp8/sqnr/NAME/TENSOR``                     signal to quantization noise ratio in dB; no key where it was exact
+    ``fp8/what_if/RECIPE/NAME/TENSOR``           the same, had it been quantized by that recipe
     ============================================ ==========================================================================
 
     Over ranks work and time are added up before they are divided. In a compiled region no module can be seen: what it
@@ -89,11 +113,19 @@ class Fp8CoverageMonitor(Monitor):
 
     by_layer = True
 
-    def __init__(self, every_n_steps: int | None = None, *, always: bool = True) -> None:
-        self.always = flag(self, "always", always)
-        self.last: Coverage | None = None
-        self._warned = False
-        self._history = _no_history()
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        *,
+        fit: bool = True,
+        what_if: Sequence[Recipe | str] = (),
+        always: bool = True,
+    ) -> None:
+        self.fit, self.always = flag(self, "fit", fit), flag(self, "always", always)
+        self.what_if = _recipes(what_if)
+        if self.what_if and not fit:
+            raise ValueError("Fp8CoverageMonitor(fit=False, what_if=...): to try recipes is a part of the fit.")
+        self._forget_numbers()
         super().__init__(every_n_steps)
 
     @override
@@ -106,25 +138,42 @@ class Fp8CoverageMonitor(Monitor):
         self._regions: dict[str, list[str]] = {}
         self._rows: list[str] = []
         self._layers: Mapping[str, Layer] = {}
+        self._watch: FitWatch | None = None
+        self._watched: dict[str, Fp8Route] = {}
+        self._applied: Tensor | bool = False
         self._tally: Tally | None = None
+        self._kernels: KernelTimes | None = None
         self._step = 0
         self._seen_reasons: set[str] = set()
         self._planned, self._begun = 0, False  # layers in FP8, and whether that is switched on
         self._said = False
         self._end_look: Callable[[], None] | None = None
 
+    def _forget_numbers(self) -> None:
+        self.last: Coverage | None = None
+        self.last_fit: FitReport | None = None
+        self._warned = False
+        self._histories = {
+            "coverage": LayerHistory("FP8 coverage by FLOPs", ceiling=1.0, floor=0.0, group="fp8"),
+            "sqnr": LayerHistory("SQNR in dB", group="fp8"),
+            "saturation": LayerHistory("Saturation", floor=0.0, group="fp8"),
+            "underflow": LayerHistory("Underflow", floor=0.0, group="fp8"),
+        }
+
     @override
     def settings(self) -> dict[str, Any]:
         """See :class:`Monitor`."""
-        return {"every_n_steps": self.every_n_steps, "always": self.always}
+        tried = [label_of(recipe) for recipe in self.what_if]
+        return {"every_n_steps": self.every_n_steps, "fit": self.fit, "what_if": tried, "always": self.always}
 
     # ---------------------------------------------------------------- binding to a run
 
     @override
     def begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Finds the modules to watch."""
-        if not (self._history.steps and self._history.steps[-1] < batches_that_stepped(trainer)):
-            self._history = _no_history()  # another run
+        drawn = self._histories["coverage"].steps
+        if not drawn or drawn[-1] >= batches_that_stepped(trainer):
+            self._forget_numbers()  # another run
         self._module, self._device = pl_module, trainer.strategy.root_device
         self._parts = watchable(pl_module)
         self._regions = {}
@@ -151,13 +200,32 @@ class Fp8CoverageMonitor(Monitor):
         assert self.plugin is not None and self.plugin.plan is not None
         if self._tally is None:
             self._tally, self._step = Tally(), int(trainer.global_step)
+            self._kernels = KernelTimes(self._device)
             # Anew for each window: set_route() may have moved modules.
             self._layers = _layers(self.plugin.plan, ModelNames(pl_module).module, self.plugin.moves)
+            self._choose_for_fit()
             # Asked now: the window that is last before FP8 begins switches it on as it closes.
             planned = [layer.module for layer in self._layers.values() if layer.route is not None]
             self._planned, self._begun = len(planned), any(vars(module).get(FP8_SWITCH, True) for module in planned)
         watcher = GemmWatcher(self._parts, Fallbacks(self._layers, self._regions), self._tally)
         self._end_look = watcher.watch(trainer.strategy, self.optimizers)
+        if self._watch is not None:
+            self._watch.begin()
+        if self._kernels is not None:
+            self._kernels.begin()
+
+    def _choose_for_fit(self) -> None:
+        """The layers whose fit is measured, a shared one by its first name."""
+        first: dict[int, str] = {}
+        for name, layer in self._layers.items():
+            first.setdefault(id(layer.module), name)
+        routes = {name: layer.route for name in first.values() if (layer := self._layers[name]).route is not None}
+        if not self.fit or routes == self._watched:
+            return
+        self._watched = routes
+        hidden = {*self._parts.hidden, *self._regions}
+        layers = {name: self._layers[name].module for name in routes}
+        self._watch = FitWatch(layers, self._device, hidden=hidden, what_if=self.what_if)
 
     @override
     def after_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -165,16 +233,27 @@ class Fp8CoverageMonitor(Monitor):
         if self._end_look is not None:
             self._end_look()
             self._end_look = None
+        if self._watch is not None:
+            self._watch.end()
+        if self._kernels is not None:
+            self._kernels.end()
+
+    @override
+    def see_step(self, report: StepReport, optimizer: Optimizer) -> None:
+        """Notes whether the window was applied."""
+        self._applied = report.applied
 
     # ---------------------------------------------------------------- what comes out
 
     @override
     def measure(self) -> Sequence[Measurement]:
         """The work of the step with and without attention, by reason and by layer, and its time."""
-        assert self._tally is not None
+        assert self._tally is not None and self._kernels is not None
         tally, self._tally = self._tally, None
-        spent = tally.spent(set(self._parts.leaves) - set(self._regions))
-        self.last = coverage = Coverage(self._step, tally.rows(), time_shares(spent.values()), self._notes(tally))
+        spent = self._kernels.spent() or tally.spent(set(self._parts.leaves) - set(self._regions))
+        rows, doubt = borne_out(tally.rows(), self._kernels.fp8_gemms)
+        notes = (*self._notes(tally), *tally.remarks(), *filter(None, (self._kernels.note, doubt)))
+        self.last = coverage = Coverage(self._step, rows, time_shares(spent.values()), notes)
         counted = coverage.counted()
         by_layer: dict[str, list[GemmRow]] = {name: [] for name in self._rows}
         for row in counted:
@@ -185,7 +264,15 @@ class Fp8CoverageMonitor(Monitor):
             *(sums(row for row in counted if row.reason == reason) for reason in REASONS),
             *map(sums, by_layer.values()),
         ]
-        return (self._over_ranks(work), self._over_ranks([tuple(spent.values())]))
+        return (self._over_ranks(work), self._over_ranks([tuple(spent.values())]), *self._measured_fit())
+
+    def _measured_fit(self) -> tuple[Measurement, ...]:
+        if self._watch is None:
+            return ()
+        assert self.plugin is not None
+        consensus = self.plugin.consensus
+        self._watch.end_window(self._applied, consensus.maximum if consensus.world_size > 1 else None)
+        return (Measurement(self._watch.numbers(), OVER_RANKS),)
 
     def _over_ranks(self, rows: Sequence[Sequence[float]]) -> Measurement:
         numbers = torch.tensor([[*map(float, row)] for row in rows], dtype=wide_dtype(self._device))
@@ -225,9 +312,38 @@ class Fp8CoverageMonitor(Monitor):
                 values[f"fp8/fallback/{reason}"] = fp8_coverage(Work._make(row).flops, flops)
         values |= {f"fp8/time_{kind}": share for kind, share in time_shares(times).items()}
         layers = {name or ROOT: shares_of(row) for name, row in zip(self._rows, work[2 + len(REASONS) :], strict=True)}
-        self._history.add(step, {name: shares.flops for name, shares in layers.items() if shares.flops == shares.flops})
+        covered = {name: shares.flops for name, shares in layers.items() if not math.isnan(shares.flops)}
+        self._histories["coverage"].add(step, covered)
         self._say(all_, step)
-        return {key: value for key, value in values.items() if not math.isnan(value)}
+        values = {key: value for key, value in values.items() if not math.isnan(value)}
+        return values | (self._take_fit(numbers[2], step) if len(numbers) > 2 else {})
+
+    def _take_fit(self, numbers: Tensor, step: int) -> dict[str, float]:
+        assert self._watch is not None
+        found = self._watch.fits(numbers)
+        recipes = {name: label_of(route.recipe) for name, route in self._watched.items()}
+        self.last_fit = report = FitReport(self._step, found.own, found.what_if, recipes)
+        values: dict[str, float] = {}
+        pictured: dict[str, dict[str, float]] = {"sqnr": {}, "saturation": {}, "underflow": {}}
+        for layer, operand, fit in report.rows():
+            where = f"{layer or ROOT}/{operand}"
+            for what in ("amax", "scale", "saturation", "underflow"):
+                values[f"fp8/{what}/{where}"] = getattr(fit, what)
+            if math.isfinite(fit.sqnr):
+                values[f"fp8/sqnr/{where}"] = fit.sqnr
+            if fit.updates is not None:
+                values[f"fp8/scale_updates/{where}"] = fit.updates
+            for what, numbers_of in pictured.items():
+                if math.isfinite(number := getattr(fit, what)):
+                    numbers_of[where] = number
+        for label, layers in report.what_if.items():
+            for layer, operands in layers.items():
+                for operand, fit in operands.items():
+                    if math.isfinite(fit.sqnr):
+                        values[f"fp8/what_if/{label}/{layer or ROOT}/{operand}"] = fit.sqnr
+        for what, numbers_of in pictured.items():
+            self._histories[what].add(step, numbers_of)
+        return values
 
     def _say(self, shares: Shares, step: int) -> None:
         assert self.last is not None and self.plugin is not None
@@ -245,31 +361,47 @@ class Fp8CoverageMonitor(Monitor):
 
     @override
     def finish(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Prints the last coverage."""
+        """Prints the last coverage, and the worst of the last fits."""
         if self.last is not None and trainer.is_global_zero:
             from rich.console import Console
 
             Console().print(self.last)
+            if self.last_fit is not None:
+                Console().print(replace(self.last_fit, shown=_SHOWN))
 
     @override
     def layer_histories(self) -> Sequence[LayerHistory]:
-        """Coverage by FLOPs."""
-        return (self._history,)
+        """Coverage by layer; SQNR, saturation and underflow by layer and tensor."""
+        return tuple(self._histories.values())
 
     # ---------------------------------------------------------------- copies
 
     def __getstate__(self) -> dict[str, Any]:
         """Settings travel; the run they come from does not."""
-        return {name: self.__dict__[name] for name in ("every_n_steps", "always", "last", "_warned")}
+        kept = ("every_n_steps", "fit", "what_if", "always", "last", "last_fit", "_warned")
+        return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._forget_numbers()
         self.__dict__.update(state)
-        self._history = _no_history()
         self.forget_run()
 
 
-def _no_history() -> LayerHistory:
-    return LayerHistory("FP8 coverage by FLOPs", ceiling=1.0, floor=0.0, group="fp8")
+def _recipes(what_if: Sequence[Recipe | str]) -> tuple[Recipe, ...]:
+    """The recipes that are meant.
+
+    Raises:
+        ValueError: If something is none, or one is there twice.
+    """
+    if isinstance(what_if, (str, Recipe)):
+        what_if = (what_if,)
+    try:
+        found = tuple(Recipe.of(value) for value in what_if)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"Fp8CoverageMonitor(what_if={what_if!r}): expected a list of recipes. {error}") from None
+    if len(set(found)) < len(found):
+        raise ValueError(f"Fp8CoverageMonitor(what_if={what_if!r}): one recipe is there twice.")
+    return found
 
 
 def _layers(plan: RoutePlan, modules: Mapping[str, nn.Module], moves: Sequence[Move]) -> dict[str, Layer]:

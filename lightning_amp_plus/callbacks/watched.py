@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_amp_plus.aside import backward_now, compiling, transforming

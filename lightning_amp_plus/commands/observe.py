@@ -9,10 +9,11 @@ from collections.abc import Generator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightning_amp_plus.commands.run_config import RunConfig, UsageError, reporting
 from lightning_amp_plus.fp8.coverage import Coverage
+from lightning_amp_plus.fp8.fit_report import FitReport
 from lightning_amp_plus.routing import RoutePlan
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Observed:
 
     plan: RoutePlan
     coverage: Coverage
-    fit: Any = None
+    fit: FitReport | None = None
 
     def to_json(self) -> str:
         """The plan, the coverage and the fit as JSON."""
@@ -103,7 +104,7 @@ def _shown(monitor: Fp8CoverageMonitor, plan: RoutePlan | None, waits: bool) -> 
         raise UsageError("no GEMM ran: the data gave no batch, or training_step multiplied nothing and returned None.")
     note = "The policy has FP8 begin later; here it was on." if waits else ""
     coverage = replace(monitor.last, notes=(*monitor.last.notes, *([note] if note else [])))
-    return Observed(plan, coverage)
+    return Observed(plan, coverage, monitor.last_fit)
 
 
 @contextmanager

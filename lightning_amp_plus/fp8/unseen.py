@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -16,8 +17,10 @@ from lightning_amp_plus.fp8.backends.te_evidence import (
     is_out_of_reach,
     node_of,
 )
+from lightning_amp_plus.fp8.coverage import GemmRow, sums
 from lightning_amp_plus.fp8.fallback import Fallbacks
 from lightning_amp_plus.fp8.gemms import Product
+from lightning_amp_plus.fp8.kernels import confirmed
 from lightning_amp_plus.watching.modules import Watchable
 
 if TYPE_CHECKING:
@@ -108,3 +111,20 @@ class UnseenGemms:
         # Of a user's own layer te.autocast alone says what was wanted, and torch's checkpoint recomputes outside of it.
         before = any(key[0] == name and key[3] == _OP and not key[6] for key in self._tally.work)
         return "demoted" if before else "rule"
+
+
+def borne_out(rows: Sequence[GemmRow], kernels: int | None) -> tuple[tuple[GemmRow, ...], str]:
+    """Rows as the kernels that a device ran bear them out, and what to know of the difference.
+
+    Args:
+        rows: What was seen and heard.
+        kernels: How many FP8 GEMM kernels ran; ``None`` if nobody looked.
+
+    Returns:
+        The rows, and a note or nothing. Where FP8 is claimed and no such kernel ran, Transformer Engine is not believed;
+        what was dispatched is.
+    """
+    note = confirmed(int(sums(rows).native_gemms), kernels)
+    if note and not kernels:
+        rows = [replace(row, reason="backend") if row.op == _OP and row.in_fp8 else row for row in rows]
+    return tuple(rows), note

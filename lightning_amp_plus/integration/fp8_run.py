@@ -68,11 +68,9 @@ class Fp8Run:
     def on_report(self, report: StepReport) -> None:
         """A window closed; called on every rank."""
         self.start.on_report(report)
-        found = report.values.found_inf
-        applied: Tensor | bool = found == 0 if isinstance(found, Tensor) else not found and report.verdictless is None
         reduce_max = self._journal.consensus.maximum if self._journal.consensus.world_size > 1 else None
         for history in self.histories:
-            history.end_window(applied, reduce_max)
+            history.end_window(report.applied, reduce_max)
 
     def begin_fit(self) -> None:
         """Every fit begins with an empty window."""
