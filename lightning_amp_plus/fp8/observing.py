@@ -96,6 +96,23 @@ class _Call(Frame):
         self.products = 0
 
 
+class _Memory:
+    """Where a tensor lies. It does not keep it, and knows when another has come to lie there."""
+
+    __slots__ = ("_place", "_reference")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._place = place_of(tensor)
+        strided = tensor.layout == torch.strided
+        self._reference = StorageWeakRef(tensor.untyped_storage()) if strided else None  # type: ignore[no-untyped-call]
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies there; views do too."""
+        if place_of(tensor) != self._place:
+            return False
+        return self._reference is None or not self._reference.expired()  # type: ignore[no-untyped-call]
+
+
 @dataclass
 class _Forward:
     """A product of the forward that gradients will be computed for.
@@ -112,11 +129,18 @@ class _Forward:
 
     module: str
     sizes: _Sizes
-    memory: tuple[int, int]
+    memory: tuple[_Memory, _Memory]
     weight: int | None
     inside: bool
     wanted: tuple[int, ...]
     found: list[int] = field(default_factory=list)
+
+    def gives(self, sizes: tuple[int, ...], operands: tuple[Tensor, Tensor]) -> bool:
+        """Whether a product of such sizes is a gradient computed from one of its own operands."""
+        for side, memory in enumerate(self.memory):
+            if self.sizes[1 - side] == sizes and any(memory.is_of(operand) for operand in operands):
+                return True
+        return False
 
 
 class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
@@ -244,12 +268,13 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
         left, right = product.left, product.right
         if left is None or right is None:
             return None
-        sizes, memory = (_sizes(left), _sizes(right)), (place_of(left), place_of(right))
-        weight = next((side for side in (1, 0) if self._holds_weight(memory[side])), None)
+        operands, sizes = (left, right), (_sizes(left), _sizes(right))
+        weight = next((side for side in (1, 0) if self._holds_weight(place_of(operands[side]))), None)
         if weight is None and frame is not None:  # a weight that was made or quantized from one is known by its sizes
             own = {tuple(sorted(p.shape)) for p in _weights_of(frame.module)}
             weight = next((side for side in (1, 0) if sizes[side] in own), None)
-        wanted = tuple(side for side, operand in enumerate((left, right)) if operand.requires_grad)
+        wanted = tuple(side for side, operand in enumerate(operands) if operand.requires_grad)
+        memory = _Memory(left), _Memory(right)
         forward = _Forward(module, sizes, memory, weight, not torch.is_grad_enabled(), wanted)
         task, number = self.places.next_node()
         if task == NO_TASK:
@@ -281,6 +306,9 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
         if left is None or right is None or result is None:
             return "backward", None
         found = tuple(sorted(result[-2:]))
+        if len(forwards) > 1:  # of a function with a backward of its own: at first those that it is computed from
+            operands = left, right
+            forwards = sorted(forwards, key=lambda known: not known.gives(found, operands))
         for forward in forwards:
             sides = [side for side in (0, 1) if forward.sizes[side] == found]
             if not sides:
@@ -299,10 +327,10 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
             return forward.wanted[0]
         other = 1 - forward.weight
         side = other
-        for memory in (place_of(left), place_of(right)):
-            if memory == forward.memory[forward.weight] or self._holds_weight(memory):
+        for operand in (left, right):
+            if forward.memory[forward.weight].is_of(operand) or self._holds_weight(place_of(operand)):
                 break
-            if memory == forward.memory[other]:
+            if forward.memory[other].is_of(operand):
                 side = forward.weight
                 break
         # What was recomputed or quantized anew lies elsewhere by now, so it may be a guess. Either is computed as often.
