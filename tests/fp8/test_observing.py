@@ -260,6 +260,39 @@ def test_a_batch_without_elements_is_a_fallback_for_its_shape_where_the_backend_
     assert {row.reason for row in found.rows} == {"shape"} and {row.flops for row in found.rows} == {0}
 
 
+class Fused(torch.autograd.Function):
+    """Two layers in one function, which keeps what is between them itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        hidden = x @ first.t()
+        ctx.save_for_backward(x, first, second, hidden)
+        return hidden @ second.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, first, second, hidden = ctx.saved_tensors
+        inner = gradient @ second
+        return inner @ first, inner.t() @ x, gradient.t() @ hidden
+
+
+@pytest.mark.parametrize("tokens", [4, 16])
+def test_a_function_of_two_products_with_a_backward_of_its_own(tokens):
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(24, 16)), nn.Parameter(torch.randn(40, 24))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Fused.apply(x, self.first, self.second)  # type: ignore[no-any-return,no-untyped-call]
+
+    def build(model: Any) -> None:
+        model.a, model.layers = nn.Linear(16, 16), Layers()
+
+    found = work(cover(build, lambda model, x: model.layers(model.a(x)), torch.randn(tokens, 16), "32-true"))
+    assert found["layers"] == dict.fromkeys(ALL, (2, 2 * tokens * (16 * 24 + 24 * 40)))
+
+
 # ---------------------------------------------------------------- convolutions, attention, einsum, RNNs
 
 
@@ -553,6 +586,20 @@ def test_a_checkpoint_in_a_checkpoint(reentrant):
     assert found["block.0"] == of(WIDE, *ALL, "recompute")
     again = {"recompute": (2, 2 * WIDE)} if reentrant else {}
     assert found["block.2"] == of(WIDE, *ALL) | again
+
+
+@CHECKPOINTED
+def test_a_compiled_region_in_a_checkpoint(reentrant):
+    torch._dynamo.reset()
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        return checkpoint(model.block, model.a(x), use_reentrant=reentrant)
+
+    found = cover(compiled("wrapped", "aot_eager"), step, torch.randn(16, 16), in_fp8("block.*"))
+    assert work(found) == {
+        "a": of(N, "fprop", "wgrad"),
+        "block": {role: (2, 2 * WIDE) for role in (*ALL, "recompute")},
+    }
 
 
 # ---------------------------------------------------------------- compiled
