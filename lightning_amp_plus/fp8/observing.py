@@ -125,6 +125,7 @@ class _Forward:
         inside: Whether it was computed in the forward of a function with a backward of its own.
         wanted: Which of the operands require gradients, as far as that is known here.
         found: Whose gradients have been computed.
+        state: Why it was not in FP8, where the layer's state at that time was the reason: its gradients have the same.
     """
 
     module: str
@@ -134,6 +135,7 @@ class _Forward:
     inside: bool
     wanted: tuple[int, ...]
     found: list[int] = field(default_factory=list)
+    state: str = ""
 
     def gives(self, sizes: tuple[int, ...], operands: tuple[Tensor, Tensor]) -> bool:
         """Whether a product of such sizes is a gradient computed from one of its own operands."""
@@ -224,7 +226,9 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
                 kind = "attention"
             format, engine, in_fp8 = _format(op, args, product)
             product = product._replace(kind=kind)
-            reason = "" if in_fp8 else self._fallbacks.why(product, place.module, role)
+            reason = "" if in_fp8 else (forward and forward.state) or self._fallbacks.why(product, place.module, role)
+            if forward is not None and reason in ("eval", "warmup"):
+                forward.state = reason
             self._tally.add((place.module, role, kind, op.name, format, engine, reason, region), product.flops)
         if frame is not None:
             frame.products += 1
