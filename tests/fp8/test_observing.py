@@ -498,6 +498,20 @@ def test_a_recipe_that_keeps_the_weights_gradient_in_high_precision(backend):
     }
 
 
+def test_gradients_of_a_layer_that_was_in_evaluation_mode_in_forward_only():
+    def step(model: Any, x: Tensor) -> Tensor:
+        hidden = model.a(x)
+        model.b.eval()
+        frozen = model.b(hidden)
+        model.b.train()
+        return frozen + model.b(hidden)
+
+    found = cover(square, step, torch.randn(8, 16), in_fp8("b"))
+    n = 2 * 8 * 16 * 16
+    assert found.fallbacks() == {"rule": 2 / 8, "eval": 3 / 8} and found.shares().flops == 3 / 8
+    assert work(found)["b"] == {role: (2, 2 * n) for role in ALL}
+
+
 def test_e4m3_times_bf16_is_not_fp8():
     from lightning_amp_plus.fp8.observing import _of_dtypes
 
