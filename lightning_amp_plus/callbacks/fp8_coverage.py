@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_amp_plus.callbacks.fp8_fit import LayerFits, histories, logged, pictured
 from lightning_amp_plus.callbacks.layers import LayerHistory
 from lightning_amp_plus.callbacks.monitor import Monitor, batches_that_stepped, flag
 from lightning_amp_plus.callbacks.readout import Measurement, Over
@@ -31,13 +32,12 @@ from lightning_amp_plus.fp8.coverage import (
     time_shares,
 )
 from lightning_amp_plus.fp8.fallback import Fallbacks, Layer
-from lightning_amp_plus.fp8.fit import OVER_RANKS, label_of
+from lightning_amp_plus.fp8.fit import label_of
 from lightning_amp_plus.fp8.fit_report import FitReport
-from lightning_amp_plus.fp8.fitting import FitWatch
 from lightning_amp_plus.fp8.kernels import KernelTimes
-from lightning_amp_plus.fp8.observing import GemmWatcher, Tally
+from lightning_amp_plus.fp8.observing import GemmWatcher
 from lightning_amp_plus.fp8.recipes import Recipe
-from lightning_amp_plus.fp8.selection import Fp8Route
+from lightning_amp_plus.fp8.tally import Tally
 from lightning_amp_plus.fp8.unseen import borne_out
 from lightning_amp_plus.metrics.fp8_coverage import fp8_coverage
 from lightning_amp_plus.naming import ROOT, ModelNames
@@ -138,14 +138,13 @@ class Fp8CoverageMonitor(Monitor):
         self._regions: dict[str, list[str]] = {}
         self._rows: list[str] = []
         self._layers: Mapping[str, Layer] = {}
-        self._watch: FitWatch | None = None
-        self._watched: dict[str, Fp8Route] = {}
+        self._fits = LayerFits(self.what_if)
         self._applied: Tensor | bool = False
         self._tally: Tally | None = None
         self._kernels: KernelTimes | None = None
         self._step = 0
         self._seen_reasons: set[str] = set()
-        self._planned, self._begun = 0, False  # layers in FP8, and whether that is switched on
+        self._planned, self._begun = "", False  # layers in FP8, and whether that is switched on
         self._said = False
         self._end_look: Callable[[], None] | None = None
 
@@ -155,9 +154,7 @@ class Fp8CoverageMonitor(Monitor):
         self._warned = False
         self._histories = {
             "coverage": LayerHistory("FP8 coverage by FLOPs", ceiling=1.0, floor=0.0, group="fp8"),
-            "sqnr": LayerHistory("SQNR in dB", group="fp8"),
-            "saturation": LayerHistory("Saturation", floor=0.0, group="fp8"),
-            "underflow": LayerHistory("Underflow", floor=0.0, group="fp8"),
+            **histories(),
         }
 
     @override
@@ -203,29 +200,19 @@ class Fp8CoverageMonitor(Monitor):
             self._kernels = KernelTimes(self._device)
             # Anew for each window: set_route() may have moved modules.
             self._layers = _layers(self.plugin.plan, ModelNames(pl_module).module, self.plugin.moves)
-            self._choose_for_fit()
+            if self.fit:
+                self._fits.choose(self._layers, {*self._parts.hidden, *self._regions}, self._device)
             # Asked now: the window that is last before FP8 begins switches it on as it closes.
             planned = [layer.module for layer in self._layers.values() if layer.route is not None]
-            self._planned, self._begun = len(planned), any(vars(module).get(FP8_SWITCH, True) for module in planned)
+            self._planned, self._begun = (
+                _counted(len(planned), "layer"),
+                any(vars(module).get(FP8_SWITCH, True) for module in planned),
+            )
         watcher = GemmWatcher(self._parts, Fallbacks(self._layers, self._regions), self._tally)
         self._end_look = watcher.watch(trainer.strategy, self.optimizers)
-        if self._watch is not None:
-            self._watch.begin()
+        self._fits.begin()
         if self._kernels is not None:
             self._kernels.begin()
-
-    def _choose_for_fit(self) -> None:
-        """The layers whose fit is measured, a shared one by its first name."""
-        first: dict[int, str] = {}
-        for name, layer in self._layers.items():
-            first.setdefault(id(layer.module), name)
-        routes = {name: layer.route for name in first.values() if (layer := self._layers[name]).route is not None}
-        if not self.fit or routes == self._watched:
-            return
-        self._watched = routes
-        hidden = {*self._parts.hidden, *self._regions}
-        layers = {name: self._layers[name].module for name in routes}
-        self._watch = FitWatch(layers, self._device, hidden=hidden, what_if=self.what_if)
 
     @override
     def after_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -233,8 +220,7 @@ class Fp8CoverageMonitor(Monitor):
         if self._end_look is not None:
             self._end_look()
             self._end_look = None
-        if self._watch is not None:
-            self._watch.end()
+        self._fits.end()
         if self._kernels is not None:
             self._kernels.end()
 
@@ -248,7 +234,7 @@ class Fp8CoverageMonitor(Monitor):
     @override
     def measure(self) -> Sequence[Measurement]:
         """The work of the step with and without attention, by reason and by layer, and its time."""
-        assert self._tally is not None and self._kernels is not None
+        assert self.plugin is not None and self._tally is not None and self._kernels is not None
         tally, self._tally = self._tally, None
         spent = self._kernels.spent() or tally.spent(set(self._parts.leaves) - set(self._regions))
         rows, doubt = borne_out(tally.rows(), self._kernels.fp8_gemms)
@@ -264,15 +250,9 @@ class Fp8CoverageMonitor(Monitor):
             *(sums(row for row in counted if row.reason == reason) for reason in REASONS),
             *map(sums, by_layer.values()),
         ]
-        return (self._over_ranks(work), self._over_ranks([tuple(spent.values())]), *self._measured_fit())
-
-    def _measured_fit(self) -> tuple[Measurement, ...]:
-        if self._watch is None:
-            return ()
-        assert self.plugin is not None
-        consensus = self.plugin.consensus
-        self._watch.end_window(self._applied, consensus.maximum if consensus.world_size > 1 else None)
-        return (Measurement(self._watch.numbers(), OVER_RANKS),)
+        reduce_max = self.plugin.consensus.maximum if self.plugin.consensus.world_size > 1 else None
+        fits = self._fits.measure(self._applied, reduce_max)
+        return (self._over_ranks(work), self._over_ranks([tuple(spent.values())]), *fits)
 
     def _over_ranks(self, rows: Sequence[Sequence[float]]) -> Measurement:
         numbers = torch.tensor([[*map(float, row)] for row in rows], dtype=wide_dtype(self._device))
@@ -316,34 +296,12 @@ class Fp8CoverageMonitor(Monitor):
         self._histories["coverage"].add(step, covered)
         self._say(all_, step)
         values = {key: value for key, value in values.items() if not math.isnan(value)}
-        return values | (self._take_fit(numbers[2], step) if len(numbers) > 2 else {})
-
-    def _take_fit(self, numbers: Tensor, step: int) -> dict[str, float]:
-        assert self._watch is not None
-        found = self._watch.fits(numbers)
-        recipes = {name: label_of(route.recipe) for name, route in self._watched.items()}
-        self.last_fit = report = FitReport(self._step, found.own, found.what_if, recipes)
-        values: dict[str, float] = {}
-        pictured: dict[str, dict[str, float]] = {"sqnr": {}, "saturation": {}, "underflow": {}}
-        for layer, operand, fit in report.rows():
-            where = f"{layer or ROOT}/{operand}"
-            for what in ("amax", "scale", "saturation", "underflow"):
-                values[f"fp8/{what}/{where}"] = getattr(fit, what)
-            if math.isfinite(fit.sqnr):
-                values[f"fp8/sqnr/{where}"] = fit.sqnr
-            if fit.updates is not None:
-                values[f"fp8/scale_updates/{where}"] = fit.updates
-            for what, numbers_of in pictured.items():
-                if math.isfinite(number := getattr(fit, what)):
-                    numbers_of[where] = number
-        for label, layers in report.what_if.items():
-            for layer, operands in layers.items():
-                for operand, fit in operands.items():
-                    if math.isfinite(fit.sqnr):
-                        values[f"fp8/what_if/{label}/{layer or ROOT}/{operand}"] = fit.sqnr
-        for what, numbers_of in pictured.items():
-            self._histories[what].add(step, numbers_of)
-        return values
+        self.last_fit = report = self._fits.take(numbers[2:], self._step)
+        if report is None:
+            return values
+        for what, shown in pictured(report).items():
+            self._histories[what].add(step, shown)
+        return values | logged(report)
 
     def _say(self, shares: Shares, step: int) -> None:
         assert self.last is not None and self.plugin is not None
@@ -354,7 +312,7 @@ class Fp8CoverageMonitor(Monitor):
             self._warned = True
             why = ", ".join(f"{reason} {percent(share)}" for reason, share in self.last.fallbacks().items())
             rank_zero_warn(
-                f"FP8 coverage is 0 at step {step}: the plan has {self._planned} layers in FP8, and no GEMM ran in it (by "
+                f"FP8 coverage is 0 at step {step}: the plan has {self._planned} in FP8, and no GEMM ran in it (by "
                 f"FLOPs: {why}). Look at print(monitor.last) for where they ran; layers that forward never calls, or whose "
                 "weights it multiplies itself, cannot run in FP8. Said once."
             )
@@ -372,7 +330,7 @@ class Fp8CoverageMonitor(Monitor):
     @override
     def layer_histories(self) -> Sequence[LayerHistory]:
         """Coverage by layer; SQNR, saturation and underflow by layer and tensor."""
-        return tuple(self._histories.values())
+        return tuple(history for history in self._histories.values() if history.names)
 
     # ---------------------------------------------------------------- copies
 
@@ -385,6 +343,10 @@ class Fp8CoverageMonitor(Monitor):
         self._forget_numbers()
         self.__dict__.update(state)
         self.forget_run()
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _recipes(what_if: Sequence[Recipe | str]) -> tuple[Recipe, ...]:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _python_dispatch
 
-from lightning_amp_plus.aside import aside
 from lightning_amp_plus.callbacks.folding import Layout, MicroBatch
 from lightning_amp_plus.casts import dtype_name
 from lightning_amp_plus.local_parts import is_dtensor, local_part
 from lightning_amp_plus.metrics.activation_health import LARGEST, Scratch, health_bits
 from lightning_amp_plus.metrics.blocks import CPU_ELEMENTS, GPU_ELEMENTS, Blocks
 from lightning_amp_plus.nested import named_tensors
+from lightning_amp_plus.watching.aside import aside
 from lightning_amp_plus.wide import wide_dtype
 
 _PLAIN = (Tensor, nn.Parameter)

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_amp_plus.aside import backward_now, compiling, transforming
 from lightning_amp_plus.callbacks.sightings import Sightings
 from lightning_amp_plus.routed import base_class
+from lightning_amp_plus.watching.aside import backward_now, compiling, transforming
 from lightning_amp_plus.watching.modules import around, is_compiled_in_place
 
 _keys = itertools.count(-1, -1)  # torch's own keys of hooks are positive

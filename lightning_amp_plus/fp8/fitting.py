@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_amp_plus.aside import aside, backward_now, compiling, transforming
 from lightning_amp_plus.fp8.backends.transformer_engine import engine_of
 from lightning_amp_plus.fp8.delayed import OPERANDS, AmaxHistory, slot_of
 from lightning_amp_plus.fp8.fit import SAMPLE, Fits, fits_of
@@ -21,6 +20,7 @@ from lightning_amp_plus.fp8.recipes import Gemm, Operand, Recipe
 from lightning_amp_plus.fp8.selection import Fp8Route
 from lightning_amp_plus.local_parts import is_dtensor, local_part
 from lightning_amp_plus.routed import fp8_is_on, route_of
+from lightning_amp_plus.watching.aside import aside, backward_now, compiling, transforming
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SERVES: dict[Operand, set[Gemm]] = {

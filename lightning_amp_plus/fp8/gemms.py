@@ -123,6 +123,10 @@ def _attention_layer(args: Sequence[Any], result: Any) -> list[Product]:
     ]
 
 
+def _flex_attention_backward(args: Sequence[Any], result: Any) -> list[Product]:
+    return _attention_backward((args[5] if args[5] is not None else args[3], *args[:3]), result)
+
+
 def _varlen_attention(backward: bool) -> _Rule:
     """The kernels that FlashAttention's own interface reaches, ``[batch, length, heads, width]`` and packed sequences.
 
@@ -186,6 +190,7 @@ _RULES: dict[str, _Rule] = {
         ),
         _attention_backward,
     ),
+    "flex_attention_backward": _flex_attention_backward,
     **dict.fromkeys(("_flash_attention_forward", "_efficient_attention_forward"), _varlen_attention(False)),
     **dict.fromkeys(("_flash_attention_backward", "_efficient_attention_backward"), _varlen_attention(True)),
     "_native_multi_head_attention": _attention_layer,

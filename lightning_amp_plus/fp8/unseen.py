@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakMethod
 
 from torch import nn
@@ -21,10 +21,8 @@ from lightning_amp_plus.fp8.coverage import GemmRow, sums
 from lightning_amp_plus.fp8.fallback import Fallbacks
 from lightning_amp_plus.fp8.gemms import Product
 from lightning_amp_plus.fp8.kernels import confirmed
+from lightning_amp_plus.fp8.tally import Tally
 from lightning_amp_plus.watching.modules import Watchable
-
-if TYPE_CHECKING:
-    from lightning_amp_plus.fp8.observing import Tally
 
 _OP = "transformer_engine"  # in the place of an operator's name
 _UNSEEN = "Transformer Engine multiplies there where nothing tells what, so that work is not counted."

@@ -96,11 +96,6 @@ def _is_compiled(function: Any) -> bool:
     return hasattr(function, "_torchdynamo_orig_callable")
 
 
-def out_of_sight() -> bool:
-    """Whether a compiler traces the user's function, or ``torch.func`` transforms it: such tensors have no memory."""
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called: a module's own hooks are then part of what is compiled."""
     return module._compiled_call_impl is not None and not _is_optimized(module)

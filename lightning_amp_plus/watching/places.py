@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_amp_plus.watching.modules import around, is_compiled_in_place, out_of_sight
+from lightning_amp_plus.watching.aside import out_of_sight
+from lightning_amp_plus.watching.modules import around, is_compiled_in_place
 
 Phase = Literal["forward", "backward", "optimizer", "step"]
 

@@ -119,7 +119,7 @@ def run(
         if last is None
         else [(r.module, r.role, r.shown_format, r.reason, r.count, r.flops) for r in last.rows],
         "own": None if last is None else last.shares().flops,
-        "history": {h: r for m in monitor.layer_histories() for h, r in zip(m.names, m.rows(), strict=True)},
+        "history": {h: r for m in monitor.layer_histories()[:1] for h, r in zip(m.names, m.rows(), strict=True)},
         "stack": torch._C._len_torch_dispatch_stack(),
         "left": {"training_step", "backward", "optimizer_step"} & set(vars(trainer.strategy)),
     }
@@ -158,6 +158,7 @@ def test_the_shares_are_those_of_both_ranks_together(ranks, name):
     assert len({expected((rank,))["fp8/coverage_flops"] for rank in (0, 1)} | {together["fp8/coverage_flops"]}) == 3
     for rank in ranks:
         assert "error" not in rank[name], rank[name]["error"]
+        assert rank[name]["logged"] == ranks[0][name]["logged"] and "fp8/sqnr/fp8/grad_output" in rank[name]["logged"]
         for key, value in together.items():
             assert rank[name]["logged"][key] == pytest.approx(value), key
         native = together["fp8/coverage_flops"] if name == "fsdp2, torchao" else 0.0

@@ -19,6 +19,11 @@ backward_now = torch._C._current_graph_task_id
 transforming = torch._C._functorch.peek_interpreter_stack
 
 
+def out_of_sight() -> bool:
+    """Whether a compiler traces the user's function, or ``torch.func`` transforms it: such tensors have no memory."""
+    return compiling() or transforming() is not None
+
+
 def aside() -> AbstractContextManager[Any]:
     """Hides our ops from dispatch modes.
 

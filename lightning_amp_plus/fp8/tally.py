@@ -1,0 +1,66 @@
+"""Adds up the GEMMs of a window: :class:`Tally`. Filled by ``observing`` and ``unseen``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lightning_amp_plus.fp8.coverage import TIMES, GemmRow
+
+_Key = tuple[str, str, str, str, str, str, str, bool]
+
+
+@dataclass
+class Tally:
+    """What the micro-batches of a window have come to.
+
+    Attributes:
+        work: Number of GEMMs and FLOPs by what tells rows apart: the fields of a :class:`GemmRow` but for those two.
+        nanoseconds: Time in operators by module and kind: ``gemm``, ``cast``, ``bias``, ``other``.
+        unknown: Operators whose work has no formula.
+        notes: What could not be seen or is not believed, and of which modules, in order.
+    """
+
+    work: dict[_Key, list[int]] = field(default_factory=dict)
+    nanoseconds: dict[tuple[str, str], int] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+    notes: dict[str, dict[str, None]] = field(default_factory=dict)
+
+    def add(self, key: _Key, flops: int | None) -> None:
+        """One GEMM more."""
+        if flops is None:
+            self.unknown.add(key[3])
+        known = self.work.setdefault(key, [0, 0])
+        known[0] += 1
+        known[1] += flops or 0
+
+    def note(self, text: str, module: str) -> None:
+        """Something to know of a module."""
+        self.notes.setdefault(text, {})[module] = None
+
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, a sentence each with the modules in front."""
+        told = []
+        for text, modules in self.notes.items():
+            first, *others = modules
+            told.append(f"{first}{f' and {len(others)} more modules' if others else ''}: {text}")
+        return tuple(told)
+
+    def rows(self) -> tuple[GemmRow, ...]:
+        """All GEMMs, in the order in which each was met first."""
+        return tuple(GemmRow(*key, count=count, flops=flops) for key, (count, flops) in self.work.items())
+
+    def spent(self, leaves: Iterable[str]) -> dict[str, int]:
+        """Nanoseconds in GEMMs, in casts and quantization, and in the rest, in the order of :data:`coverage.TIMES`.
+
+        Args:
+            leaves: Modules without modules inside. Where one of them multiplied in FP8, all that it did besides is
+                quantization, but for its bias.
+        """
+        quantizing = {key[0] for key in self.work if not key[6]} & set(leaves)
+        spent = dict.fromkeys(TIMES, 0)
+        for (module, kind), time in self.nanoseconds.items():
+            if kind == "other" and module in quantizing:
+                kind = "cast"
+            spent[kind if kind in spent else "rest"] += time
+        return spent
