@@ -127,7 +127,9 @@ class Batch:
         quantized = quantize(rows, format, scale=scale)
         # inf - inf and nan - nan are NaN, anything else gives 0: what is not finite may be outside of the sample.
         noise = self._square_sum(quantized.dequantize().sub_(rows)) + (self.amax - self.amax)
-        clipped = saturated(rows, scale, format, by_row=True)
+        # A tensor's own scale brings its amax to the largest finite number at most, unless room below it was asked for.
+        clips = (granularity == "tensor" and held is not None) or margin < 0
+        clipped = saturated(rows, scale, format, by_row=True) if clips else torch.zeros_like(smallest)
         underflowed = self._nonzero - nonzeros(quantized.values, by_row=True)
         elements = torch.full_like(self._signal, self._rows[0].numel())
         narrow = torch.stack([self.amax, smallest, clipped, underflowed, self._nonzero], dim=1)
@@ -159,9 +161,10 @@ def measured(x: Tensor, operand: Operand, recipe: Recipe, scale: Tensor | None =
     Returns:
         ``FIT_COLUMNS``, 1-dim on the tensor's device, FP64 where that has it; zeros for an empty tensor. ``amax``: largest
         magnitude. ``scale``: what values are multiplied by, of several scales the smallest. ``saturated``: number of
-        elements clipped to the format's largest finite number. ``underflowed``: number of elements that become zero
-        without being it. ``nonzero``, ``elements``: how many there are. ``signal``, ``noise``: sum of squares, and of
-        squared errors after dequantization; the noise is NaN if anything in the tensor is not finite.
+        elements clipped to the format's largest finite number, 0 by a tensor's own scale. ``underflowed``: number of
+        elements that become zero without being it. ``nonzero``, ``elements``: how many there are. ``signal``, ``noise``:
+        sum of squares, and of squared errors after dequantization; the noise is NaN if anything in the tensor is not
+        finite.
     """
     if not x.numel():
         return torch.zeros(len(FIT_COLUMNS), dtype=wide_dtype(x.device), device=x.device)

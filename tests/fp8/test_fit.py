@@ -132,6 +132,12 @@ def test_with_a_scale_that_is_too_small_elements_underflow() -> None:
     assert fit(measured(x, "grad_output", DelayedScaling(), torch.tensor(1.0))).underflow == 0.0  # E5M2 goes on below
 
 
+def test_a_negative_margin_saturates_by_a_tensor_s_own_scale() -> None:
+    x = torch.tensor([[1.0, 0.75, 0.5, 0.25]])
+    assert fit(measured(x, "weight", DelayedScaling(margin=-1))).saturation == 0.5
+    assert fit(measured(x, "weight", DelayedScaling())).saturation == 0.0
+
+
 def test_no_scale_held_is_the_tensor_s_own() -> None:
     x = normal(8, 32)
     own = measured(x, "input", DelayedScaling(margin=2))
