@@ -1,4 +1,4 @@
-"""What observing FP8 coverage costs: time of a step that is observed, over the same step without, and the ops of the others.
+"""What observing FP8 coverage costs: time of an observed step over the same step without, and the ops of all other steps.
 
 One thread, fused AdamW, process CPU time, arms in turns; every step of the timed arms is observed. Bars: 1.3 on a
 transformer of six layers with d = 256, 3.5 on an MLP of 200 Linear(64, 64); a step that is not observed dispatches exactly

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from train_text import ByteTransformer, StandardLibrary, console, quiet
 
 from lightning_amp_plus import AmpPrecision, PrecisionPolicy, Rule
+from lightning_amp_plus.callbacks import Fp8CoverageMonitor
 from lightning_amp_plus.fp8.quantize import sqnr
 from lightning_amp_plus.routing import plan
 
@@ -32,10 +33,14 @@ def policy_of(name: str, recipe: str) -> PrecisionPolicy:
 def train(name: str, recipe: str, steps: int, seed: int) -> tuple[ByteTransformer, float]:
     pl.seed_everything(seed, verbose=False)
     model, data = ByteTransformer(), StandardLibrary(seed=seed)
+    # Says which GEMMs really ran in FP8, and which recipe would have fitted each layer better; prints both at the end.
+    what_if = [other for other in ("current", "rowwise", "mx") if other != recipe]
+    monitor = Fp8CoverageMonitor(every_n_steps=max(1, steps // 10), what_if=what_if)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
         plugins=[AmpPrecision(policy_of(name, recipe))],
+        callbacks=[monitor] if name == "fp8-mixed" else [],
         max_steps=steps,
         max_epochs=-1,
         gradient_clip_val=1.0,

@@ -36,6 +36,9 @@ ROLES = ("fprop", "dgrad", "wgrad", "recompute", "backward")
 cannot be told apart, in compiled code. ``optimizer`` besides, which counts in no share."""
 
 
+_OURS = "lightning_amp_plus."  # in front of the names of this package's operators
+_WIDEST = 44  # letters of an operator's name; those of attention are long
+
 TIMES = ("gemm", "cast", "rest")
 """What time is spent in: GEMMs (attention included), casts and quantization, and the rest."""
 
@@ -173,21 +176,21 @@ class Coverage:
         return cls(int(values["step"]), rows, dict(values["time"]), tuple(values["notes"]))
 
     def __str__(self) -> str:
-        return as_text(self._table(), self._below())
+        return as_text(self._table(), self._below(), widest=_WIDEST)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         title = f"FP8 coverage, step {self.step}"
-        yield fitting_table(title, self._table(), self._below(), console, options, ("op", "GEMMs", "role"))
+        yield fitting_table(title, self._table(), self._below(), console, options, ("op", "GEMMs", "FLOPs", "role"))
 
     def _table(self) -> list[tuple[str, ...]]:
-        """A row for what is alike in place (blocks that differ in a number are one), operator, format and reason."""
+        """A row for what is alike in place (blocks that differ in a number are one), kind, format and reason."""
         total = sum(row.flops for row in self.counted()) or 1
         alike: dict[tuple[str, ...], list[GemmRow]] = {}
         for row in self.rows:
-            key = (pattern_of(row.module), "(compiled)" if row.region else "", row.op, row.shown_format, row.reason)
+            key = (pattern_of(row.module), "(compiled)" if row.region else "", row.kind, row.shown_format, row.reason)
             alike.setdefault((*key, "optimizer" if row.role == "optimizer" else ""), []).append(row)
         lines: list[tuple[str, ...]] = [("module", "role", "op", "format", "GEMMs", "FLOPs", "share", "not FP8")]
-        for (pattern, compiled, op, shown, reason, optimizer), rows in alike.items():
+        for (pattern, compiled, _, shown, reason, optimizer), rows in alike.items():
             modules = len({row.module for row in rows})
             where = cell(pattern if modules > 1 else rows[0].module) or ROOT
             roles = [role for role in (*ROLES, optimizer) if any(row.role == role for row in rows)]
@@ -196,7 +199,7 @@ class Coverage:
                 (
                     " ".join([where, *([compiled] if compiled else []), *([f"({modules})"] if modules > 1 else [])]),
                     " ".join(roles),
-                    op.removeprefix("aten.").removeprefix("lightning_amp_plus."),
+                    " ".join(dict.fromkeys(row.op.removeprefix("aten.").removeprefix(_OURS) for row in rows)),
                     shown,
                     str(sum(row.count for row in rows)),
                     short(flops),
