@@ -10,8 +10,11 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
+from rich.console import Console
 
 from lightning_amp_plus import AmpPrecision, IncompatiblePrecisionError
+from lightning_amp_plus.commands.observe import observe
+from lightning_amp_plus.commands.run_config import RunConfig
 from tests.support.models import TinyRegressor
 from tests.support.training import loader, make_trainer, regression_batches
 
@@ -28,7 +31,7 @@ def test_python_blocks_run_in_order_and_print_the_plan_shown(tmp_path: Path) -> 
     assert code.count("import") > 3
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert run.returncode == 0, run.stderr[-3000:]
-    table, _ = blocks("text")
+    table, *_ = blocks("text")
     assert table.strip() in run.stdout
 
 
@@ -41,8 +44,20 @@ def test_the_refusal_shown_is_the_one_that_is_raised(tmp_path: Path) -> None:
     fit("bf16-mixed").save_checkpoint(tmp_path / "last.ckpt")
     with pytest.raises(IncompatiblePrecisionError) as error:
         fit("16-mixed", ckpt_path=tmp_path / "last.ckpt")
-    _, shown = blocks("text")
+    _, shown, _ = blocks("text")
     assert str(error.value).replace(f"{tmp_path}/", "").split() == shown.split()
+
+
+def test_the_coverage_shown_is_that_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT / "examples")
+    monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
+    *_, shown = blocks("text")
+    coverage = observe(RunConfig.read(Path("fp8_text.yaml")), None, None).coverage
+    console = Console(width=112, force_terminal=True, color_system=None)
+    with console.capture() as captured:
+        console.print(coverage)
+    lines = [line.strip() for line in captured.get().splitlines() if not line.startswith(("Time", "no room"))]
+    assert [line.strip() for line in shown.strip().splitlines()] == lines
 
 
 def test_console_commands_are_targets_of_the_makefile() -> None:

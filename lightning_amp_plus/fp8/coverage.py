@@ -187,10 +187,13 @@ class Coverage:
         total = sum(row.flops for row in self.counted()) or 1
         alike: dict[tuple[str, ...], list[GemmRow]] = {}
         for row in self.rows:
-            key = (pattern_of(row.module), "(compiled)" if row.region else "", row.kind, row.shown_format, row.reason)
-            alike.setdefault((*key, "optimizer" if row.role == "optimizer" else ""), []).append(row)
+            what = (pattern_of(row.module), "(compiled)" if row.region else "", row.kind, row.shown_format, row.reason)
+            alike.setdefault((*what, "optimizer" if row.role == "optimizer" else ""), []).append(row)
         lines: list[tuple[str, ...]] = [("module", "role", "op", "format", "GEMMs", "FLOPs", "share", "not FP8")]
-        for (pattern, compiled, _, shown, reason, optimizer), rows in alike.items():
+        order = list(dict.fromkeys(pattern for pattern, *_ in alike))  # what backward adds to a module stands beside it
+        for key in sorted(alike, key=lambda key: order.index(key[0])):
+            pattern, compiled, _, shown, reason, optimizer = key
+            rows = alike[key]
             modules = len({row.module for row in rows})
             where = cell(pattern if modules > 1 else rows[0].module) or ROOT
             roles = [role for role in (*ROLES, optimizer) if any(row.role == role for row in rows)]

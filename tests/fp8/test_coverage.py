@@ -150,10 +150,10 @@ def test_the_table_folds_blocks_and_names_what_it_folded():
     assert cells == [
         ["blocks.0.up", "fprop", "_scaled_mm", "e4m3", "2", "300", "30 %"],
         ["blocks.1.up", "fprop", "fp8_gemm", "e4m3 (emulated)", "1", "200", "20 %"],
+        ["blocks.1.up", "recompute", "mm", "bf16", "1", "50", "5 %", "demoted"],
         ["blocks.0.attention", "fprop", "bmm", "bf16", "4", "250", "25 %", "op"],
         ["head", "dgrad", "mm", "bf16", "1", "150", "15 %", "rule"],
         ["head", "fprop", "mm", "bf16", "2", "50", "5 %", "shape"],
-        ["blocks.1.up", "recompute", "mm", "bf16", "1", "50", "5 %", "demoted"],
         ["(optimizer)", "optimizer", "mm", "bf16", "90", "9 k", "-", "op"],
     ]
     below = "\n".join(lines[9:])
@@ -177,7 +177,7 @@ def test_alike_blocks_are_one_line_with_their_roles_in_order():
 def test_the_model_itself_and_compiled_regions_have_a_name():
     rows = bf16("", 1, "op"), row("block", 1, region=True), row("", 1, region=True)
     names = [re_split(line)[0] for line in str(Coverage(0, rows)).splitlines()[2:5]]
-    assert names == ["(model)", "block (compiled)", "(model) (compiled)"]
+    assert names == ["(model)", "(model) (compiled)", "block (compiled)"]
 
 
 def test_one_compiled_block_keeps_its_number_and_its_mark():
