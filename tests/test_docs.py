@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -16,3 +21,13 @@ def test_the_table_of_fields_is_that_of_the_rules() -> None:
     page = (DOCS / "checkpoints.md").read_text()
     assert module.with_table(page) == page, "run: python docs/make_tables.py"
     assert "| `precision` |" in page
+
+
+PAGES = sorted(page.name for page in DOCS.glob("*.md") if "```python" in page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs_as_it_stands(page: str, tmp_path: Path) -> None:
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.DOTALL | re.MULTILINE))
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert run.returncode == 0, run.stderr[-3000:]
