@@ -130,13 +130,6 @@ class FitWindow:
             if history is not None:
                 history.end_window(applied, reduce_max)
 
-    def discard(self) -> None:
-        """Forgets the open window, in histories too."""
-        self.forget()
-        for history in self.histories:
-            if history is not None:
-                history.discard()
-
 
 def _noted(history: AmaxHistory, layers: Sequence[int], operand: Operand, amax: Tensor) -> Tensor:
     """Notes amax values, and gives the scales held, ``[layers]``."""

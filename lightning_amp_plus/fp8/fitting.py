@@ -20,7 +20,7 @@ from lightning_amp_plus.fp8.recipes import Gemm, Operand, Recipe
 from lightning_amp_plus.fp8.selection import Fp8Route
 from lightning_amp_plus.local_parts import is_dtensor, local_part
 from lightning_amp_plus.routed import fp8_is_on, route_of
-from lightning_amp_plus.watching.aside import aside, backward_now, compiling, transforming
+from lightning_amp_plus.watching.aside import NO_TASK, aside, backward_now, out_of_sight
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SERVES: dict[Operand, set[Gemm]] = {
@@ -116,7 +116,7 @@ class FitWatch:
         fp8 = self._fp8_of(number)
         if fp8 is None or not isinstance(input, Tensor) or not input.numel():  # without elements it computes in BF16
             return
-        if backward_now() == -1:  # a recomputation quantizes the same once more
+        if backward_now() == NO_TASK:  # a recomputation quantizes the same once more
             self._see(number, "input", input, fp8)
             self._see_weight(number, fp8)
         # With reentrant checkpointing it is the recomputation whose output has a gradient, else the first computation: of
@@ -170,12 +170,6 @@ class FitWatch:
         """
         with aside():
             self._window.end_window(applied, reduce_max)
-
-    def discard_window(self) -> None:
-        """An exception ended the open window: forgets what was seen in it."""
-        self.end()
-        self._weights.clear()
-        self._window.discard()
 
     @torch.no_grad()
     def numbers(self) -> Tensor:
@@ -244,7 +238,7 @@ class _Hook:
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The hook after a call."""
-        if not compiling() and self._watch is not None and transforming() is None:
+        if not out_of_sight() and self._watch is not None:
             self._watch.called(self.number, args[0] if args else kwargs.get("input"), output)
 
     def __reduce__(self) -> Any:

@@ -452,19 +452,6 @@ def test_delayed_scaling_that_is_tried_has_a_history_of_observed_windows() -> No
     assert after.scale == pytest.approx(448 / (2 * amax)) and after.saturation == 0
 
 
-def test_a_window_that_was_discarded_leaves_nothing() -> None:
-    model = routed(Net(), CurrentScaling())
-    watch = FitWatch(linears(model), CPU, what_if=[DelayedScaling()])
-    watch.begin()
-    model(1000 * batch()).backward()
-    watch.discard_window()
-    assert not model.a._forward_hooks
-    watch.end_window(True)
-    assert not watch.fits(watch.numbers()).what_if["delayed"]
-    found = watch.fits(watched(model, batch(), watch=watch)).what_if["delayed"]["a"]["input"]
-    assert found.saturation == 0 and found.scale > 10
-
-
 def test_a_recipe_cannot_be_tried_twice() -> None:
     with pytest.raises(ValueError, match=r"twice: mx, mx"):
         FitWatch({}, CPU, what_if=[MXScaling(), MXScaling()])
