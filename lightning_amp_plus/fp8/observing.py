@@ -21,7 +21,6 @@ from lightning_amp_plus.watching.ops import Op, op_of, short
 from lightning_amp_plus.watching.places import Frame, Place, Places
 from lightning_amp_plus.watching.watcher import Watcher
 
-_Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 # What a layer in FP8 does besides quantizing and multiplying: it adds a bias, and up the bias's gradient.
 _OF_THE_BIAS = ("add", "sum")
 
@@ -146,9 +145,9 @@ def _format(op: Op, args: Any, product: Product) -> tuple[str, str, bool]:
 @cache
 def _of_dtypes(left: torch.dtype, right: torch.dtype) -> tuple[str, str, bool]:
     format = short(left) if left == right else f"{short(left)} x {short(right)}"
-    return format, "native", is_fp8(left) and is_fp8(right)
+    return format, "native", _is_fp8(left) and _is_fp8(right)
 
 
-def is_fp8(dtype: torch.dtype) -> bool:
+def _is_fp8(dtype: torch.dtype) -> bool:
     """Whether numbers of a dtype are FP8, of any of its formats; the exponents of MX scales are none."""
     return str(dtype).startswith(("torch.float8_e4m3", "torch.float8_e5m2"))

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_amp_plus.fp8.gemms import Product
+from lightning_amp_plus.watching.aside import NO_TASK
 from lightning_amp_plus.watching.modules import Watchable
 from lightning_amp_plus.watching.ops import place_of, plain_parts
-from lightning_amp_plus.watching.places import NO_TASK, Place, Places
+from lightning_amp_plus.watching.places import Place, Places
 
 _Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -13,8 +13,9 @@ from torch.utils import _python_dispatch
 
 # Bare functions, asked at every call of every watched module. A compiler that traces makes hooks part of its graph.
 compiling = torch.compiler.is_dynamo_compiling
-# Number of the backward pass that is running, or -1: in one, a forward is a recomputation.
+# Number of the backward pass that is running, or NO_TASK: in one, a forward is a recomputation.
 backward_now = torch._C._current_graph_task_id
+NO_TASK = -1
 # Inside of torch.func's transformations tensors stand for others; None outside.
 transforming = torch._C._functorch.peek_interpreter_stack
 

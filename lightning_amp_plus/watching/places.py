@@ -14,12 +14,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_amp_plus.watching.aside import out_of_sight
+from lightning_amp_plus.watching.aside import NO_TASK, backward_now, out_of_sight
 from lightning_amp_plus.watching.modules import around, is_compiled_in_place
 
 Phase = Literal["forward", "backward", "optimizer", "step"]
-
-NO_TASK = -1  # what autograd calls "no backward is running"
 
 
 class Frame:
@@ -123,7 +121,7 @@ class Places:
         name = self._names.get(id(module))
         if name is None or out_of_sight():
             return
-        frame = self._make_frame(name, torch._C._current_graph_task_id(), module, (args, kwargs))
+        frame = self._make_frame(name, backward_now(), module, (args, kwargs))
         self.stack.append(frame)
         self._mark(frame.task)
 
@@ -154,14 +152,14 @@ class Places:
 
     def new_backward(self) -> None:
         """A backward begins that is not one inside another."""
-        if torch._C._current_graph_task_id() == NO_TASK:
+        if backward_now() == NO_TASK:
             self._outer_task = self._last = None
 
     # ---------------------------------------------------------------- the question
 
     def here(self) -> Place:
         """Where the operation that is asked about runs."""
-        task = torch._C._current_graph_task_id()
+        task = backward_now()
         if self.stack and self.stack[-1].task == task:
             return Place(self.stack[-1].name, "forward", self.stack[-1])
         if task != NO_TASK:
@@ -174,7 +172,7 @@ class Places:
 
     def next_node(self) -> tuple[int, int]:
         """The backward that runs now, and the number that the next autograd node will get in it."""
-        return torch._C._current_graph_task_id(), torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        return backward_now(), torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
     def _in_backward(self, task: int) -> Place:
         node: Any = torch._C._current_autograd_node()
