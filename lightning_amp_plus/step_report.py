@@ -62,8 +62,10 @@ class StepReport:
     @property
     def applied(self) -> Tensor | bool:
         """Whether the step was applied; 0-dim where only the device knows. Waits for nothing."""
+        if self.verdictless is not None:
+            return False
         found = self.values.found_inf
-        return found == 0 if isinstance(found, Tensor) else not found and self.verdictless is None
+        return found == 0 if isinstance(found, Tensor) else not found
 
     @property
     def scale(self) -> float:

@@ -114,8 +114,18 @@ def test_an_overflow_of_which_no_loss_is_known_counts_as_backward(make: Any) -> 
 def test_a_window_without_a_verdict_says_why(verdictless: Verdictless) -> None:
     report = StepReport(0, 0, 0, Values(), verdictless)
     assert report.outcome == verdictless
+    assert report.applied is False
     assert (report.overflow_origin, report.overflow_ranks) == (None, ())
     assert (report.scale, report.next_scale, report.grad_norm) == (1.0, 1.0, None)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_whether_it_was_applied_is_told_without_a_transfer(transfers: _Reads, overflow: bool) -> None:
+    on_the_device, known = on_device(overflow).applied, on_host(overflow).applied
+    assert transfers.count == 0
+    assert isinstance(on_the_device, Tensor) and on_the_device.shape == () and known is not overflow
+    assert bool(on_the_device) is not overflow
+    assert StepReport(0, 0, 0, Values(scalar(0.0)), "skipped_no_grads").applied is False
 
 
 def test_a_device_verdict_above_1_is_an_overflow() -> None:
