@@ -1,6 +1,6 @@
 """How a table is shown: as plain text, or in a terminal in one that fits its width.
 
-Used by ``RoutePlan``, by findings about a checkpoint and by the commands.
+Used by ``RoutePlan``, by what monitors found, by findings about a checkpoint and by the commands.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ def cell(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(cell, value)) or "none"
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(str(value).split()))
+
+
+def plural(number: int, noun: str) -> str:
+    """``1 layer``, ``2 layers``; for nouns that take an s."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def as_text(rows: Sequence[Sequence[str]], notes: Sequence[str] = (), widest: int | None = None) -> str:

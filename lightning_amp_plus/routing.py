@@ -23,7 +23,7 @@ from lightning_amp_plus.fp8.recipes import Operand, Recipe
 from lightning_amp_plus.fp8.selection import Fp8Route
 from lightning_amp_plus.matching import decide, is_captive
 from lightning_amp_plus.naming import ModelNames, clean_name
-from lightning_amp_plus.plan_table import FORMATS_LESS_WANTED, as_text, fitting_table
+from lightning_amp_plus.plan_table import FORMATS_LESS_WANTED, as_text, fitting_table, plural
 from lightning_amp_plus.policy import PrecisionPolicy
 from lightning_amp_plus.routed import (
     FUSED_IN_EVALUATION,
@@ -234,7 +234,7 @@ def _count_of_fp8(names: ModelNames, decisions: Mapping[str, Decision]) -> tuple
         return ()
     why = ", ".join(f"{kind} {number}" for kind, number in sorted(left_out.items()))
     others = f"; {left_out.total()} that were to do not ({why}; see their reasons)" if left_out else ""
-    return (f"{count} Linear layer{'' if count == 1 else 's'} in FP8{others}.",)
+    return (f"{plural(count, 'Linear layer')} in FP8{others}.",)
 
 
 def _is_called_linear(names: ModelNames, name: str) -> bool:

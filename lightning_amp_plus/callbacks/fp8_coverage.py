@@ -41,6 +41,7 @@ from lightning_amp_plus.fp8.tally import Tally
 from lightning_amp_plus.fp8.unseen import borne_out
 from lightning_amp_plus.metrics.fp8_coverage import fp8_coverage
 from lightning_amp_plus.naming import ROOT, ModelNames
+from lightning_amp_plus.plan_table import plural
 from lightning_amp_plus.routed import FP8_SWITCH, base_class
 from lightning_amp_plus.routing import RoutePlan
 from lightning_amp_plus.step_report import StepReport
@@ -205,7 +206,7 @@ class Fp8CoverageMonitor(Monitor):
             # Asked now: the window that is last before FP8 begins switches it on as it closes.
             planned = [layer.module for layer in self._layers.values() if layer.route is not None]
             self._planned, self._begun = (
-                _counted(len(planned), "layer"),
+                plural(len(planned), "layer"),
                 any(vars(module).get(FP8_SWITCH, True) for module in planned),
             )
         watcher = GemmWatcher(self._parts, Fallbacks(self._layers, self._regions), self._tally)
@@ -343,10 +344,6 @@ class Fp8CoverageMonitor(Monitor):
         self._forget_numbers()
         self.__dict__.update(state)
         self.forget_run()
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _recipes(what_if: Sequence[Recipe | str]) -> tuple[Recipe, ...]:

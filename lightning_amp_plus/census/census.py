@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_amp_plus.plan_table import as_text, fitting_table
+from lightning_amp_plus.plan_table import as_text, fitting_table, plural
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -102,8 +102,7 @@ class Census:
 
     def summary(self) -> str:
         """One line for a log."""
-        flags = f"{len(self.flags)} flag{'' if len(self.flags) == 1 else 's'}"
-        return f"{self.as_planned} of {len(self.modules)} modules as planned, {flags}"
+        return f"{self.as_planned} of {len(self.modules)} modules as planned, {plural(len(self.flags), 'flag')}"
 
     def to_dict(self) -> dict[str, Any]:
         """The census in plain types, without ``planned``, which is the plan's."""
