@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_amp_plus.fp8.fallback import Fallbacks
 from lightning_amp_plus.fp8.gemms import Product, is_product, products
 from lightning_amp_plus.fp8.roles import Roles
-from lightning_amp_plus.fp8.tally import Tally
+from lightning_amp_plus.fp8.tally import RowKey, Tally
 from lightning_amp_plus.fp8.unseen import UnseenGemms
 from lightning_amp_plus.watching.modules import Watchable
 from lightning_amp_plus.watching.ops import Op, op_of, short
@@ -104,7 +104,7 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
             reason = "" if in_fp8 else (forward and forward.state) or self._fallbacks.why(product, place.module, role)
             if forward is not None and reason in ("eval", "warmup"):
                 forward.state = reason
-            self._tally.add((place.module, role, kind, op.name, format, engine, reason, region), product.flops)
+            self._tally.add(RowKey(place.module, role, kind, op.name, format, engine, reason, region), product.flops)
         if frame is not None:
             frame.products += 1
 

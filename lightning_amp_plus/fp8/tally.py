@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_amp_plus.fp8.coverage import TIMES, GemmRow
+from lightning_amp_plus.naming import ROOT
+from lightning_amp_plus.plan_table import plural
 
-_Key = tuple[str, str, str, str, str, str, str, bool]
+
+class RowKey(NamedTuple):
+    """What tells rows apart: the fields of a :class:`GemmRow` but for its numbers."""
+
+    module: str
+    role: str
+    kind: str
+    op: str
+    format: str
+    engine: str
+    reason: str
+    region: bool
 
 
 @dataclass
@@ -15,21 +29,21 @@ class Tally:
     """What the micro-batches of a window have come to.
 
     Attributes:
-        work: Number of GEMMs and FLOPs by what tells rows apart: the fields of a :class:`GemmRow` but for those two.
+        work: Number of GEMMs and FLOPs of each row.
         nanoseconds: Time in operators by module and kind: ``gemm``, ``cast``, ``bias``, ``other``.
         unknown: Operators whose work has no formula.
         notes: What could not be seen or is not believed, and of which modules, in order.
     """
 
-    work: dict[_Key, list[int]] = field(default_factory=dict)
+    work: dict[RowKey, list[int]] = field(default_factory=dict)
     nanoseconds: dict[tuple[str, str], int] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
     notes: dict[str, dict[str, None]] = field(default_factory=dict)
 
-    def add(self, key: _Key, flops: int | None) -> None:
-        """One GEMM more."""
+    def add(self, key: RowKey, flops: int | None) -> None:
+        """One GEMM more; ``flops`` is ``None`` where its work has no formula."""
         if flops is None:
-            self.unknown.add(key[3])
+            self.unknown.add(key.op)
         known = self.work.setdefault(key, [0, 0])
         known[0] += 1
         known[1] += flops or 0
@@ -43,7 +57,8 @@ class Tally:
         told = []
         for text, modules in self.notes.items():
             first, *others = modules
-            told.append(f"{first}{f' and {len(others)} more modules' if others else ''}: {text}")
+            more = f" and {plural(len(others), 'more module')}" if others else ""
+            told.append(f"{first or ROOT}{more}: {text}")
         return tuple(told)
 
     def rows(self) -> tuple[GemmRow, ...]:
@@ -57,7 +72,7 @@ class Tally:
             leaves: Modules without modules inside. Where one of them multiplied in FP8, all that it did besides is
                 quantization, but for its bias.
         """
-        quantizing = {key[0] for key in self.work if not key[6]} & set(leaves)
+        quantizing = {key.module for key in self.work if not key.reason} & set(leaves)
         spent = dict.fromkeys(TIMES, 0)
         for (module, kind), time in self.nanoseconds.items():
             if kind == "other" and module in quantizing:

@@ -21,7 +21,7 @@ from lightning_amp_plus.fp8.coverage import GemmRow, sums
 from lightning_amp_plus.fp8.fallback import Fallbacks
 from lightning_amp_plus.fp8.gemms import Product
 from lightning_amp_plus.fp8.kernels import confirmed
-from lightning_amp_plus.fp8.tally import Tally
+from lightning_amp_plus.fp8.tally import RowKey, Tally
 from lightning_amp_plus.watching.modules import Watchable
 
 _OP = "transformer_engine"  # in the place of an operator's name
@@ -99,7 +99,7 @@ class UnseenGemms:
 
     def _heard(self, name: str, said: Evidence, role: str, format: str, flops: int) -> None:
         reason = "" if in_fp8(format) else self._why(name, said, role, flops)
-        self._tally.add((name, role, "gemm", _OP, format, "native", reason, False), flops)
+        self._tally.add(RowKey(name, role, "gemm", _OP, format, "native", reason, region=False), flops)
 
     def _why(self, name: str, said: Evidence, role: str, flops: int) -> str:
         if said.flag:
@@ -107,7 +107,7 @@ class UnseenGemms:
         if said.ours:
             return self._fallbacks.why(Product("gemm", None, None, None, flops), name, role)
         # Of a user's own layer te.autocast alone says what was wanted, and torch's checkpoint recomputes outside of it.
-        before = any(key[0] == name and key[3] == _OP and not key[6] for key in self._tally.work)
+        before = any(key.module == name and key.op == _OP and not key.reason for key in self._tally.work)
         return "demoted" if before else "rule"
 
 

@@ -18,7 +18,7 @@ from lightning_amp_plus import AmpPrecision, PrecisionPolicy, Rule
 from lightning_amp_plus.callbacks.fp8_coverage import Fp8CoverageMonitor
 from lightning_amp_plus.fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, RowwiseScaling
 from lightning_amp_plus.fp8.coverage import Coverage
-from lightning_amp_plus.fp8.observing import Tally
+from lightning_amp_plus.fp8.tally import RowKey, Tally
 from tests.support.models import sgd
 from tests.support.training import loader, make_trainer
 
@@ -726,8 +726,8 @@ def test_flexible_attention_in_a_step():
 # ---------------------------------------------------------------- adding up
 
 
-def key(module: str, op: str = "aten.mm", reason: str = "") -> Any:
-    return module, "fprop", "gemm", op, "e4m3", "native", reason, False
+def key(module: str, op: str = "aten.mm", reason: str = "") -> RowKey:
+    return RowKey(module, "fprop", "gemm", op, "e4m3", "native", reason, region=False)
 
 
 def test_a_tally_adds_up_what_is_alike_and_keeps_what_has_no_known_work():
@@ -737,6 +737,14 @@ def test_a_tally_adds_up_what_is_alike_and_keeps_what_has_no_known_work():
     tally.add(key("b", "aten.odd"), None)
     assert [(row.module, row.count, row.flops) for row in tally.rows()] == [("a", 3, 40), ("b", 1, 0)]
     assert tally.unknown == {"aten.mm", "aten.odd"}
+
+
+def test_notes_are_told_with_the_modules_that_they_are_about():
+    tally = Tally()
+    for text, modules in (("one", ["a"]), ("two", ["", "b"]), ("three", ["a", "b", "c", "a"])):
+        for module in modules:
+            tally.note(text, module)
+    assert tally.remarks() == ("a: one", "(model) and 1 more module: two", "a and 2 more modules: three")
 
 
 def test_what_a_layer_in_fp8_does_besides_its_gemms_and_its_bias_is_quantization():
