@@ -37,12 +37,13 @@ from lightning_amp_plus.fp8.fit_report import FitReport
 from lightning_amp_plus.fp8.kernels import KernelTimes
 from lightning_amp_plus.fp8.observing import GemmWatcher
 from lightning_amp_plus.fp8.recipes import Recipe
+from lightning_amp_plus.fp8.selection import is_of_package
 from lightning_amp_plus.fp8.tally import Tally
 from lightning_amp_plus.fp8.unseen import borne_out
 from lightning_amp_plus.metrics.fp8_coverage import fp8_coverage
 from lightning_amp_plus.naming import ROOT, ModelNames
 from lightning_amp_plus.plan_table import plural
-from lightning_amp_plus.routed import FP8_SWITCH, base_class
+from lightning_amp_plus.routed import FP8_SWITCH
 from lightning_amp_plus.routing import RoutePlan
 from lightning_amp_plus.step_report import StepReport
 from lightning_amp_plus.watching.modules import Watchable, watchable
@@ -190,7 +191,7 @@ class Fp8CoverageMonitor(Monitor):
         assert self.plugin is not None and self.plugin.plan is not None and self._module is not None
         if any(route.fp8 is not None for route in self.plugin.plan.routes):
             return True
-        return any(base_class(m).__module__.partition(".")[0] in _MULTIPLIES_FP8 for m in self._module.modules())
+        return any(is_of_package(module, *_MULTIPLIES_FP8) for module in self._module.modules())
 
     @override
     def before_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

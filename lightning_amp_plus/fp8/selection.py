@@ -70,9 +70,14 @@ def default_recipe(device_type: str) -> Recipe:
     return MXScaling() if on_gpu and torch.cuda.get_device_capability() >= MXScaling.capability else CurrentScaling()
 
 
+def is_of_package(module: nn.Module, *packages: str) -> bool:
+    """Whether a module's class, or one that it is derived from, comes from a package; asked without importing that."""
+    return any(cls.__module__.partition(".")[0] in packages for cls in type(module).__mro__)
+
+
 def obstacle(module: nn.Module, recipe: Recipe) -> Obstacle | None:
     """Why a module cannot compute in FP8, or ``None`` if it can."""
-    if type(module).__module__.partition(".")[0] == "transformer_engine":
+    if is_of_package(module, "transformer_engine"):
         return Obstacle(
             "op", "it is Transformer Engine's own: whether it computes in FP8 is up to te.autocast around it"
         )

@@ -183,6 +183,30 @@ def test_it_looks_at_windows_that_end_an_interval_and_at_no_other(every, argumen
     assert (looks.monitor.last is None) == (not seen)
 
 
+class OfAnotherPackage(nn.Linear):
+    __module__ = "torchao.float8.float8_linear"
+
+
+class DerivedFromIt(OfAnotherPackage):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("policy", "up", "looks"),
+    [
+        ("bf16-mixed", nn.Linear, False),
+        (FP8, nn.Linear, True),
+        ("bf16-mixed", OfAnotherPackage, True),
+        ("bf16-mixed", DerivedFromIt, True),
+    ],
+)
+def test_without_always_it_keeps_out_of_runs_that_have_no_fp8(policy, up, looks):
+    monitor, model = Fp8CoverageMonitor(1, always=False), Model()
+    model.up = up(16, 32)
+    make_trainer(AmpPrecision(policy), callbacks=[monitor]).fit(model, loader(batches()))
+    assert (monitor.last is not None) == looks
+
+
 def test_two_micro_batches_are_twice_the_work_and_one_log_point():
     one, two = watched(Model(), data=batches(2)), watched(Model(), data=batches(2), accumulate_grad_batches=2)
     assert len(one.found) == 2 and len(two.found) == 1

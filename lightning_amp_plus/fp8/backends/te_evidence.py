@@ -1,8 +1,8 @@
-"""What Transformer Engine itself says of one call of a layer of its: whether that ran in FP8, and what it multiplied.
+"""What Transformer Engine itself says of one call of one of its layers: whether that ran in FP8, and what it multiplied.
 
 Its GEMMs are functions of its binary, which no dispatch mode sees. Evidence is what its layers leave behind: the flag
 ``fp8`` that a layer sets when it is called, the dtypes of its quantizers, and what its autograd node has saved. Nothing is
-imported from it; a class is known by the module that it comes from. Used by ``observing``.
+imported from it; a class is known by the package that it comes from. Used by ``unseen``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_amp_plus.fp8.backends.transformer_engine import engine_of
+from lightning_amp_plus.fp8.selection import is_of_package
 from lightning_amp_plus.watching.ops import floating_of_module, short
 
 _THEIRS = "transformer_engine"
@@ -68,11 +69,7 @@ def in_fp8(format: str) -> bool:
 
 def computes_by_it(module: nn.Module) -> bool:
     """Whether a module is Transformer Engine's, of a class derived from one that is, or one of ours that computes by it."""
-    return engine_of(module) is not None or _is_theirs(module)
-
-
-def _is_theirs(module: nn.Module) -> bool:
-    return any(cls.__module__.partition(".")[0] == _THEIRS for cls in type(module).__mro__)
+    return engine_of(module) is not None or is_of_package(module, _THEIRS)
 
 
 def is_out_of_reach(module: nn.Module, compiled: bool = False) -> bool:
@@ -84,7 +81,7 @@ def is_out_of_reach(module: nn.Module, compiled: bool = False) -> bool:
     """
     if compiled and engine_of(module) is not None:
         return True
-    if not _is_theirs(module) or (hasattr(module, "fp8_meta") and not compiled):
+    if not is_of_package(module, _THEIRS) or (hasattr(module, "fp8_meta") and not compiled):
         return False
     return type(module).__name__ == "FusedAttention" or bool(_weights(module))
 
@@ -108,7 +105,7 @@ def evidence_of(module: nn.Module, inputs: Any, node: Any) -> Evidence | None:
     """What Transformer Engine says of the call that has just ended.
 
     Args:
-        module: A layer of its, or one of ours that computes by it.
+        module: One of its layers, or one of ours that computes by it.
         inputs: Positional and named arguments of the call.
         node: Its autograd node, as :func:`node_of` finds it.
 
@@ -117,7 +114,7 @@ def evidence_of(module: nn.Module, inputs: Any, node: Any) -> Evidence | None:
     """
     engine = engine_of(module)
     layer: Any = module if engine is None else engine.layer
-    if layer is None or not _is_theirs(layer) or not hasattr(layer, "fp8_meta"):
+    if layer is None or not is_of_package(layer, _THEIRS) or not hasattr(layer, "fp8_meta"):
         return None
     arrived = next(iter(floating_of_module(inputs)), None)
     tile = 1 if engine is None else engine.recipe.multiple
