@@ -172,6 +172,8 @@ def _explain(arguments: argparse.Namespace) -> tuple[Shown, int]:
     config = RunConfig.read(arguments.config)
     if arguments.observe:
         return observe(config, arguments.model, arguments.data), 0
+    if arguments.data is not None:
+        raise UsageError("--data is for --observe: without it nothing is trained. Add --observe, or leave --data out.")
     policy = config.policy()
     model = config.build_model(arguments.model)
     with reporting("there is no plan"):

@@ -156,3 +156,9 @@ def test_says_in_one_line_what_cannot_be_done(capsys):
     assert "the step failed: no such token" in refused(capsys, "Fails")
     assert "no GEMM ran" in refused(capsys, "Empty")
     assert "does not name the data's class" in refused(capsys, "Net", data="data: {batch_size: 2}")
+
+
+def test_data_without_a_step_to_train_is_refused(capsys):
+    Path("run.yaml").write_text(FP8.format(model="Own", window=1, more="", data=""))
+    assert main(["explain", "--config", "run.yaml", "--data", "observed_models:Data"]) == 2
+    assert "--data is for --observe" in capsys.readouterr().err
