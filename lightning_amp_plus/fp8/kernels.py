@@ -184,6 +184,7 @@ def confirmed(claimed: int, seen: int | None) -> str:
         return ""
     if not seen:
         return (
-            f"{claimed} GEMMs are said to have run in FP8, but the device ran no FP8 GEMM kernel: that is not believed."
+            f"{claimed} GEMMs are said to have run in FP8, but no kernel that the device ran is an FP8 GEMM by its name: "
+            "what Transformer Engine says does not count, what was dispatched does."
         )
     return f"{claimed} GEMMs are said to have run in FP8, and {seen} kernels are FP8 GEMMs by their names."
