@@ -9,6 +9,8 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_amp_plus.wide import wide_dtype
+
 
 @overload
 def fp8_coverage(in_fp8: float, work: float) -> float: ...
@@ -22,7 +24,7 @@ def fp8_coverage(in_fp8: float | Tensor, work: float | Tensor) -> float | Tensor
         work: All of them; of the same kind and shape.
 
     Returns:
-        ``in_fp8 / work``, as a float for numbers and in FP64 for tensors; NaN where there was no work.
+        ``in_fp8 / work``, as a float for numbers, for tensors in FP64 where the device has it; NaN where there was no work.
 
     Example:
         >>> from lightning_amp_plus.metrics import fp8_coverage
@@ -30,7 +32,8 @@ def fp8_coverage(in_fp8: float | Tensor, work: float | Tensor) -> float | Tensor
         0.75
     """
     if isinstance(in_fp8, Tensor) or isinstance(work, Tensor):
-        return torch.as_tensor(in_fp8).double() / torch.as_tensor(work).double()  # 0 / 0 is NaN
+        some, all_ = torch.as_tensor(in_fp8), torch.as_tensor(work)
+        return some.to(wide_dtype(some.device)) / all_.to(wide_dtype(all_.device))  # 0 / 0 is NaN
     return in_fp8 / work if work else float("nan")
 
 
@@ -91,5 +94,5 @@ class Fp8Coverage(Metric):
 
     @override
     def compute(self) -> Tensor:
-        """The coverage, an FP64 scalar; NaN before the first GEMM."""
+        """The coverage, a scalar, in FP64 where the device has it; NaN before the first GEMM."""
         return fp8_coverage(self.in_fp8, self.work)
