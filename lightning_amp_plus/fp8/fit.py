@@ -256,7 +256,7 @@ def fits_of(numbers: Tensor, layers: Sequence[str], labels: Sequence[str] = ()) 
 
 
 def label_of(recipe: Recipe) -> str:
-    """A recipe's name and whichever settings are not the usual ones: ``delayed(history=16)``; of no other recipe."""
+    """A recipe's name and those of its settings that are not the default: ``delayed(history=16)``. No two share one."""
     settings = [
         f"{field.name}={value}" for field in fields(recipe) if (value := getattr(recipe, field.name)) != field.default
     ]

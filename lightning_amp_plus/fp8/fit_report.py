@@ -63,7 +63,7 @@ class FitReport:
                 yield layer, operand, fit
 
     def to_dict(self) -> dict[str, Any]:
-        """The report in plain types."""
+        """The report in plain types; numbers that are not finite as strings, ``inf``, ``-inf`` and ``nan``."""
         return {
             "step": self.step,
             "recipes": dict(self.recipes),

@@ -1,4 +1,4 @@
-"""What kind of operation an ATen operator is, and which tensors it computes with. Used by ``recording``."""
+"""What kind of operation an ATen operator is, and which tensors it computes with. Used by what watches."""
 
 from __future__ import annotations
 
