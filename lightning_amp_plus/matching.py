@@ -12,7 +12,7 @@ from lightning_amp_plus.fp8.selection import better_high, default_recipe, obstac
 from lightning_amp_plus.fp8_choice import Fp8Choice, embedding_weights
 from lightning_amp_plus.naming import ModelNames, escape_glob, globs_of
 from lightning_amp_plus.policy import PrecisionPolicy, Rule
-from lightning_amp_plus.routed import Routed, base_class
+from lightning_amp_plus.routed import Routed, base_class, is_captive
 
 
 def decide(
@@ -201,11 +201,6 @@ def _of_metric(name: str, rules: list[Rule], aliases: list[str]) -> Decision:
                 "Metric. Metrics always compute in FP32: remove the rule."
             )
     return Decision("fp32", "", "torchmetrics always compute in FP32", True)
-
-
-def is_captive(parent: nn.Module | None, module: nn.Module) -> bool:
-    """Whether a module is never called, since its parent uses its parameters directly."""
-    return isinstance(parent, nn.MultiheadAttention) and parent.out_proj is module
 
 
 def _of_captive(name: str, rules: list[Rule], aliases: list[str], parent: Decision, wish: Wish) -> Decision:

@@ -203,6 +203,11 @@ def is_metric(module: nn.Module) -> bool:
     return _is_metric(type(module))
 
 
+def is_captive(parent: nn.Module | None, module: nn.Module) -> bool:
+    """Whether a module is never called, since its parent uses its parameters directly."""
+    return isinstance(parent, nn.MultiheadAttention) and parent.out_proj is module
+
+
 def _in_route(function: _Function, route: ModuleRoute) -> _Function:
     dtype = DTYPES[route.compute]
 

@@ -21,7 +21,7 @@ from lightning_amp_plus.fp8.delayed import attach_histories, forget_history
 from lightning_amp_plus.fp8.obstacle import ObstacleKind
 from lightning_amp_plus.fp8.recipes import Operand, Recipe
 from lightning_amp_plus.fp8.selection import Fp8Route
-from lightning_amp_plus.matching import decide, is_captive
+from lightning_amp_plus.matching import decide
 from lightning_amp_plus.naming import ModelNames, clean_name
 from lightning_amp_plus.plan_table import FORMATS_LESS_WANTED, as_text, fitting_table, plural
 from lightning_amp_plus.policy import PrecisionPolicy
@@ -29,6 +29,7 @@ from lightning_amp_plus.routed import (
     FUSED_IN_EVALUATION,
     ModuleRoute,
     base_class,
+    is_captive,
     is_metric,
     route_module,
     unroute_module,

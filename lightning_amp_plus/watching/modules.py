@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_amp_plus.matching import is_captive
 from lightning_amp_plus.naming import clean_name
-from lightning_amp_plus.routed import base_class, is_metric
+from lightning_amp_plus.routed import base_class, is_captive, is_metric
 
 
 @dataclass
