@@ -121,7 +121,12 @@ def route_of(module: nn.Module) -> ModuleRoute | None:
 
 def fp8_is_on(module: nn.Module, fp8: Fp8Route) -> bool:
     """Whether a module with such a route computes in FP8 just now."""
-    return (module.training or fp8.in_evaluation) and bool(getattr(module, FP8_SWITCH, True))
+    return (module.training or fp8.in_evaluation) and fp8_has_begun(module)
+
+
+def fp8_has_begun(module: nn.Module) -> bool:
+    """Whether FP8 is not switched off for the steps before it begins; see ``fp8.switch``."""
+    return bool(getattr(module, FP8_SWITCH, True))
 
 
 def why_not_routable(module: nn.Module) -> str | None:

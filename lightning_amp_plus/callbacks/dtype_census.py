@@ -32,7 +32,7 @@ from lightning_amp_plus.integration.sharding import fsdp2_units, is_fsdp1
 from lightning_amp_plus.integration.windows import closes_window
 from lightning_amp_plus.naming import ModelNames
 from lightning_amp_plus.precision import AmpPrecision
-from lightning_amp_plus.routed import FP8_SWITCH
+from lightning_amp_plus.routed import fp8_has_begun
 from lightning_amp_plus.watching.modules import closed
 
 _MOST_TRIES = 8  # windows skipped in a row, as while a loss scale finds its level
@@ -122,7 +122,7 @@ class DtypeCensus(Monitor):
         """Whether the batch closes a window that is to be looked at."""
         if self.every_n_steps is not None and (batches_that_stepped(trainer) + 1) % self.every_n_steps == 0:
             self._wanted = True
-        if self._fp8_off and FP8_SWITCH not in vars(self._modules[self._fp8_off[0]]):
+        if self._fp8_off and fp8_has_begun(self._modules[self._fp8_off[0]]):
             self._wanted, self._fp8_off = True, []  # FP8 has begun
         return self._wanted and (not pl_module.automatic_optimization or closes_window(trainer))
 
@@ -196,10 +196,8 @@ class DtypeCensus(Monitor):
                 columns["parameter"] = "fp32"  # FSDP's own shards are the masters, and what modules hold
             if columns["weight"] == "fp32" and routes[name]["compute"] != "fp32":
                 columns["weight"] = AS_GIVEN  # a norm gets it in the dtype that its unit gathers in
-        self._fp8_off = [
-            route.name for route in plan.routes
-            if route.fp8 is not None and route.name in self._modules and FP8_SWITCH in vars(self._modules[route.name])
-        ]  # fmt: skip
+        in_fp8 = [route.name for route in plan.routes if route.fp8 is not None and route.name in self._modules]
+        self._fp8_off = [name for name in in_fp8 if not fp8_has_begun(self._modules[name])]
         modules = modules_of(record, routes, planned, self._fp8_off)
         return Census(
             step=self._step,

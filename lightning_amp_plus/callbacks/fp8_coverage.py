@@ -43,7 +43,7 @@ from lightning_amp_plus.fp8.unseen import borne_out
 from lightning_amp_plus.metrics.fp8_coverage import fp8_coverage
 from lightning_amp_plus.naming import ROOT, ModelNames
 from lightning_amp_plus.plan_table import plural
-from lightning_amp_plus.routed import FP8_SWITCH
+from lightning_amp_plus.routed import fp8_has_begun
 from lightning_amp_plus.routing import RoutePlan
 from lightning_amp_plus.step_report import StepReport
 from lightning_amp_plus.watching.modules import Watchable, watchable
@@ -206,10 +206,7 @@ class Fp8CoverageMonitor(Monitor):
                 self._fits.choose(self._layers, {*self._parts.hidden, *self._regions}, self._device)
             # Asked now: the window that is last before FP8 begins switches it on as it closes.
             planned = [layer.module for layer in self._layers.values() if layer.route is not None]
-            self._planned, self._begun = (
-                plural(len(planned), "layer"),
-                any(vars(module).get(FP8_SWITCH, True) for module in planned),
-            )
+            self._planned, self._begun = plural(len(planned), "layer"), any(map(fp8_has_begun, planned))
         watcher = GemmWatcher(self._parts, Fallbacks(self._layers, self._regions), self._tally)
         self._end_look = watcher.watch(trainer.strategy, self.optimizers)
         self._fits.begin()

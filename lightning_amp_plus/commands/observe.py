@@ -109,7 +109,7 @@ def _shown(monitor: Fp8CoverageMonitor, plan: RoutePlan | None, waits: bool) -> 
 
 @contextmanager
 def _quietly() -> Generator[None, None, None]:
-    """Without what a Trainer says about itself, which is about a run that this is not."""
+    """Without what a Trainer says about itself, which is about another run, and without what the model prints."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

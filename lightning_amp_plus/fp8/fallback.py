@@ -12,7 +12,7 @@ from lightning_amp_plus.fp8.coverage import Reason
 from lightning_amp_plus.fp8.gemms import Product
 from lightning_amp_plus.fp8.recipes import GEMMS
 from lightning_amp_plus.fp8.selection import Fp8Route
-from lightning_amp_plus.routed import FP8_SWITCH
+from lightning_amp_plus.routed import fp8_has_begun
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Fallbacks:
         return "op" if layer is None else _now(layer, product, role)
 
     def _in_region(self, product: Product, region: str, role: str) -> Reason:
-        """Inside of compiled code only the sizes tell which layers it may have been; what most of those say counts."""
+        """Compiled code shows sizes only: of the layers that have them, the reason that most give counts."""
         sides = {tuple(sorted(t.shape[-2:])) for t in (product.left, product.right) if t is not None}
         if product.result is not None:
             sides.add(tuple(sorted(product.result[-2:])))
@@ -80,7 +80,7 @@ def _now(layer: Layer, product: Product, role: str) -> Reason:
     route, module = layer.route, layer.module
     if route is None:
         return layer.why_not
-    if not vars(module).get(FP8_SWITCH, True):
+    if not fp8_has_begun(module):
         return "warmup"
     if not module.training and not route.in_evaluation:
         return "eval"
@@ -90,6 +90,6 @@ def _now(layer: Layer, product: Product, role: str) -> Reason:
         return "rule"
     if role == "backward" and not {"dgrad", "wgrad"} <= set(route.gemms):
         return "rule"
-    if not product.flops:
+    if product.flops == 0:
         return "shape"  # a batch without elements
     return "demoted"
