@@ -31,9 +31,12 @@ PAGES = sorted(page.name for page in DOCS.glob("*.md") if "```python" in page.re
 # What the page says of its example.
 SHOWN = {
     "fp8_coverage.md": (
-        r"^layer\.0 .* e4m3 \(emulated\) ", r"^layer\.2 .* bf16 .* shape$", r" rowwise\? ", r"^layer\.0 +grad_output +current "
+        r"^layer\.0 .* e4m3 \(emulated\) ",
+        r"^layer\.2 .* bf16 .* shape$",
+        r"^layer\.0 +grad_output +current ",
+        r" rowwise\? ",
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("page", PAGES)
