@@ -52,9 +52,7 @@ def test_a_plan_with_fp8_layers_that_forward_never_calls_is_warned_about(model: 
     coverage = trainer.callback_metrics["fp8/coverage_gemms"]
     if model is Uncalled:
         assert (
-            len(said) == 1
-            and "the plan has 1 layer in FP8" in said[0]
-            and "layers that forward never calls" in said[0]
+            len(said) == 1 and "the plan has 1 layer in FP8" in said[0] and "layers that forward never calls" in said[0]
         )
         assert coverage == 0.0
     else:
