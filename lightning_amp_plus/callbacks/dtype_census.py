@@ -29,6 +29,7 @@ from lightning_amp_plus.census.record import Record
 from lightning_amp_plus.census.recording import Recorder
 from lightning_amp_plus.checkpoint.environment import hardware, versions
 from lightning_amp_plus.integration.sharding import fsdp2_units, is_fsdp1
+from lightning_amp_plus.integration.watched_step import watch_step
 from lightning_amp_plus.integration.windows import closes_window
 from lightning_amp_plus.naming import ModelNames
 from lightning_amp_plus.precision import AmpPrecision
@@ -131,7 +132,7 @@ class DtypeCensus(Monitor):
         """Begins to record."""
         self._step = int(trainer.global_step)
         self._recorder = Recorder(self._modules, self._compiled)
-        self._end_look = self._recorder.watch(trainer.strategy, self.optimizers)
+        self._end_look = watch_step(trainer.strategy, self._recorder, self.optimizers)
 
     @override
     def after_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

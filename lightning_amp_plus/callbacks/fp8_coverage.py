@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -40,6 +41,7 @@ from lightning_amp_plus.fp8.recipes import Recipe
 from lightning_amp_plus.fp8.selection import is_of_package
 from lightning_amp_plus.fp8.tally import Tally
 from lightning_amp_plus.fp8.unseen import borne_out
+from lightning_amp_plus.integration.watched_step import watch_step
 from lightning_amp_plus.metrics.fp8_coverage import fp8_coverage
 from lightning_amp_plus.naming import ROOT, ModelNames
 from lightning_amp_plus.plan_table import plural
@@ -191,7 +193,9 @@ class Fp8CoverageMonitor(Monitor):
         assert self.plugin is not None and self.plugin.plan is not None and self._module is not None
         if any(route.fp8 is not None for route in self.plugin.plan.routes):
             return True
-        return any(is_of_package(module, *_MULTIPLIES_FP8) for module in self._module.modules())
+        # torchao makes FP8 of a plain Linear by the class of its weight too.
+        modules, parameters = self._module.modules(), self._module.parameters()
+        return any(is_of_package(part, *_MULTIPLIES_FP8) for part in chain[nn.Module | Tensor](modules, parameters))
 
     @override
     def before_batch(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -208,7 +212,7 @@ class Fp8CoverageMonitor(Monitor):
             planned = [layer.module for layer in self._layers.values() if layer.route is not None]
             self._planned, self._begun = plural(len(planned), "layer"), any(map(fp8_has_begun, planned))
         watcher = GemmWatcher(self._parts, Fallbacks(self._layers, self._regions), self._tally)
-        self._end_look = watcher.watch(trainer.strategy, self.optimizers)
+        self._end_look = watch_step(trainer.strategy, watcher, self.optimizers)
         self._fits.begin()
         if self._kernels is not None:
             self._kernels.begin()

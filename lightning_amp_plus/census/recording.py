@@ -5,7 +5,7 @@ It changes nothing: each operation runs as it would, and the step's numbers are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class _Reading(Frame):
 
 
 class Recorder(Watcher):  # type: ignore[no-untyped-call]
-    """Records while it is entered; :meth:`watch` has it entered during the parts of a step that compute.
+    """Records the parts of a step that compute; ``integration.watched_step`` has it entered during those.
 
     Args:
         modules: All modules of the model by their first names, the model itself as ``""``.
@@ -91,15 +91,17 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
 
     # ---------------------------------------------------------------- while it is watching
 
-    def watch(self, strategy: Any, optimizers: list[torch.optim.Optimizer]) -> Callable[[], None]:
-        """Watches what a strategy computes. Returns the function that ends it."""
-        end = self.around(strategy, (m for n, m in self._modules.items() if n not in self._hidden), optimizers)
+    @property
+    @override
+    def modules(self) -> Iterable[nn.Module]:
+        """All that are not in compiled code."""
+        return [module for name, module in self._modules.items() if name not in self._hidden]
 
-        def ended() -> None:
-            end()
-            self.record.stepped = self.places.stepped
-
-        return ended
+    @override
+    def end(self) -> None:
+        """Ends it."""
+        super().end()
+        self.record.stepped = self.places.stepped
 
     def see_gradients(self) -> None:
         """Notes the dtypes of gradients as backward left them, and those in which ranks have exchanged them."""

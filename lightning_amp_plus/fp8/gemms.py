@@ -159,7 +159,7 @@ def _rnn(weights: Callable[[Sequence[Any]], list[Tensor]], backward: bool) -> _R
 _ONEDNN_RNN = slice(1, 3)  # the input's and the hidden state's matrix
 
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm"), _matmul(0)),
+    **dict.fromkeys(("mm", "bmm", "mv", "_int_mm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm"), _matmul(0)),
     **dict.fromkeys(("_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _matmul(0)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), _matmul(1)),
     **dict.fromkeys(("linear", "_linear_pointwise", "mkldnn_linear"), _matmul(0, transposed=True)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import cache
 from time import perf_counter_ns
 from typing import Any
@@ -55,9 +55,11 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
         self._regions = set(parts.hidden.values())
         self._roles = Roles(self.places, parts)
 
-    def watch(self, strategy: Any, optimizers: list[torch.optim.Optimizer]) -> Callable[[], None]:
-        """Watches what a strategy computes. Returns the function that ends it."""
-        return self.around(strategy, self._parts.module.values(), optimizers)
+    @property
+    @override
+    def modules(self) -> Iterable[nn.Module]:
+        """All that can be watched, of compiled regions the region."""
+        return self._parts.module.values()
 
     # ---------------------------------------------------------------- one operation
 

@@ -70,9 +70,12 @@ def default_recipe(device_type: str) -> Recipe:
     return MXScaling() if on_gpu and torch.cuda.get_device_capability() >= MXScaling.capability else CurrentScaling()
 
 
-def is_of_package(module: nn.Module, *packages: str) -> bool:
-    """Whether a module's class, or one that it is derived from, comes from a package; asked without importing that."""
-    return any(cls.__module__.partition(".")[0] in packages for cls in type(module).__mro__)
+def is_of_package(part: nn.Module | torch.Tensor, *packages: str) -> bool:
+    """Whether the class of a module or a tensor, or one that it is derived from, comes from a package.
+
+    Asked without importing that.
+    """
+    return any(cls.__module__.partition(".")[0] in packages for cls in type(part).__mro__)
 
 
 def obstacle(module: nn.Module, recipe: Recipe) -> Obstacle | None:

@@ -22,8 +22,9 @@ _GEMM = {
     "_addmm_activation", "_linear_pointwise", "mkldnn_linear", "convolution", "_convolution",
     "convolution_backward", "convolution_overrideable", "convolution_backward_overrideable",
     "_convolution_pointwise", "conv2d", "cudnn_convolution", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward",
-    "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_convolution", "_scaled_mm", "_scaled_mm_v2",
-    "_scaled_grouped_mm", "_grouped_mm", "fp8_gemm",
+    "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn", "miopen_rnn_backward", "miopen_convolution", "_scaled_mm",
+    "_scaled_mm_v2", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_grouped_mm", "_slow_conv2d_forward", "_int_mm",
+    "fp8_gemm",
 }  # fmt: skip
 _NORM = {
     "native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update",
@@ -46,6 +47,7 @@ _ATTENTION = (
     "_efficient_attention_",
     "_cudnn_attention_",
     "flex_attention",
+    "_native_multi_head_attention",
 )
 # Nothing is computed: memory is made, moved, or described. FSDP's own copies are among them.
 _NOTHING = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_amp_plus.integration.instance_hooks import InstanceHooks
 from lightning_amp_plus.watching.ops import is_wrapper
 from lightning_amp_plus.watching.places import Places
 
@@ -33,6 +31,7 @@ class Watcher(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.places = places
         self._depth = 0
+        self._undo: list[Callable[[], None]] = []
 
     @classmethod
     @override
@@ -54,38 +53,28 @@ class Watcher(TorchDispatchMode):
                 return NotImplemented
         return self.run(func, args, kwargs or {})
 
-    def around(
-        self, strategy: Any, modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]
-    ) -> Callable[[], None]:
-        """Watches what a strategy computes. Returns the function that ends it.
+    @property
+    @abstractmethod
+    def modules(self) -> Iterable[nn.Module]:
+        """Those to put hooks on; none of compiled code, where they would end up in the graph."""
 
-        Args:
-            strategy: Lightning's.
-            modules: Those to put hooks on; none of compiled code, where they would end up in the graph.
-            optimizers: All of the run.
-        """
-        hooks = InstanceHooks()
-        undo = self.places.watch(modules, optimizers)
-        for verb in ("training_step", "backward", "optimizer_step"):
-            hooks.wrap(strategy, verb, partial(self._watching, verb))
+    def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Puts hooks on modules and on all optimizers of the run."""
+        self._undo = self.places.watch(self.modules, optimizers)
 
-        def end() -> None:
-            hooks.undo()
-            for remove in undo:
-                remove()
-            self.places.stack.clear()
-
-        return end
-
-    def _watching(self, verb: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            with self._entered(verb):
-                return run(*args, **kwargs)
-
-        return watched
+    def end(self) -> None:
+        """Takes them off; again without effect."""
+        while self._undo:
+            self._undo.pop()()
+        self.places.stack.clear()
 
     @contextmanager
-    def _entered(self, verb: str) -> Iterator[None]:
+    def entered(self, verb: str) -> Iterator[None]:
+        """Looks at what runs inside.
+
+        Args:
+            verb: Which part of a step that is: ``training_step``, ``backward`` or ``optimizer_step``.
+        """
         # The closure of an optimizer runs the other two inside of its step, which must not see every operation twice.
         self._depth += 1
         places = self.places

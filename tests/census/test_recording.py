@@ -20,6 +20,7 @@ from lightning_amp_plus.callbacks import DtypeCensus
 from lightning_amp_plus.census import Census
 from lightning_amp_plus.census.recording import Recorder
 from lightning_amp_plus.fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, RowwiseScaling
+from lightning_amp_plus.integration.watched_step import watch_step
 from tests.support.training import loader, make_trainer, same, weights
 
 WIDTH = 32
@@ -198,7 +199,7 @@ def test_a_meta_device_is_watched_without_a_look_at_a_number():
     parts = SimpleNamespace(
         training_step=lambda: model(x).sum(), backward=lambda loss: loss.backward(), optimizer_step=optimizer.step
     )
-    end = recorder.watch(parts, [optimizer])
+    end = watch_step(parts, recorder, [optimizer])
     parts.backward(parts.training_step())
     recorder.see_gradients()
     parts.optimizer_step()

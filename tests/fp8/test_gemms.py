@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_amp_plus.fp8.gemms import Product, is_product, products
+from lightning_amp_plus.fp8.gemms import _RULES, Product, is_product, products
 from lightning_amp_plus.fp8.op import fp8_gemm
 from lightning_amp_plus.watching.ops import op_of
 
@@ -353,3 +353,14 @@ def test_an_operator_without_a_formula_counts_with_unknown_work():
     assert is_product("_cudnn_attention_forward", "attention") and not is_product("dot", "gemm")
     [product] = products("_cudnn_attention_forward", "attention", (), ())
     assert (product.kind, product.flops, product.role) == ("attention", None, "")
+
+
+def test_what_counts_as_a_gemm_here_is_one_for_the_census_too() -> None:
+    kinds = {}
+    for base in _RULES:
+        for space in (torch.ops.aten, torch.ops.mkldnn, torch.ops.lightning_amp_plus):
+            packet = getattr(space, base, None)
+            for overload in packet.overloads() if packet is not None else ():
+                kinds[base] = op_of(getattr(packet, overload)).kind
+    assert len(kinds) > 40
+    assert {base for base, kind in kinds.items() if kind not in ("gemm", "attention")} == set()

@@ -24,6 +24,7 @@ from lightning_amp_plus.fp8.fallback import Fallbacks, Layer
 from lightning_amp_plus.fp8.observing import GemmWatcher
 from lightning_amp_plus.fp8.tally import Tally
 from lightning_amp_plus.fp8.unseen import UnseenGemms
+from lightning_amp_plus.integration.watched_step import watch_step
 from lightning_amp_plus.watching.modules import watchable
 from tests.fp8.test_training import Regressor, batches
 from tests.fp8.test_transformer_engine import DELAYED, as_if_on_a_gpu, policy
@@ -52,7 +53,7 @@ class Watch(L.Callback):
         modules = dict(pl_module.named_modules())
         layers = {name: Layer(modules[name], fp8, "rule") for name, fp8 in routes.items() if name in modules}
         self.watcher = GemmWatcher(watchable(pl_module), Fallbacks(layers, {}), self.tally)
-        self.end = self.watcher.watch(trainer.strategy, trainer.optimizers)
+        self.end = watch_step(trainer.strategy, self.watcher, trainer.optimizers)
 
     @override
     def on_train_batch_end(self, *_: Any) -> None:
