@@ -23,6 +23,7 @@ from lightning_amp_plus.watching.watcher import Watcher
 
 # What a layer in FP8 does besides quantizing and multiplying: it adds a bias, and up the bias's gradient.
 _OF_THE_BIAS = ("add", "sum")
+_JOINS = ("cat", "stack")
 
 
 class _Call(Frame):
@@ -78,19 +79,21 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
             self._multiplied(op, place, args, result)
         elif kind == "cast":
             kind = self._copied(op, args, result)
+        elif op.base in _JOINS:
+            self._roles.made_of(args[0], result)
         spot = place.module, kind
         nanoseconds = self._tally.nanoseconds
         nanoseconds[spot] = nanoseconds.get(spot, 0) + spent
         return result
 
     def _copied(self, op: Op, args: Any, result: Any) -> str:
-        """Follows the casts of weights, and says whether it was a cast."""
+        """Follows the casts and copies of weights, and says whether it was a cast."""
         source = args[1] if op.base == "copy" and len(args) > 1 else args[0]
-        if not isinstance(source, Tensor) or not isinstance(result, Tensor) or source.dtype == result.dtype:
+        if not isinstance(source, Tensor) or not isinstance(result, Tensor):
             return "other"
-        if op.base == "_to_copy":
-            self._roles.cast(source, result)
-        return "cast"
+        if op.base in ("_to_copy", "clone"):
+            self._roles.made_of((source,), result)
+        return "other" if source.dtype == result.dtype else "cast"
 
     def _multiplied(self, op: Op, place: Place, args: Any, result: Any) -> None:
         frame = place.frame if isinstance(place.frame, _Call) else None

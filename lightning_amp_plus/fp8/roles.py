@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -87,9 +87,9 @@ class Roles:
                 for part in plain_parts(module._parameters[key]):  # type: ignore[arg-type]
                     self._weights[place_of(part)] = None
 
-    def cast(self, source: Tensor, target: Tensor) -> None:
-        """A tensor was cast: what becomes of a weight is one."""
-        if self._holds_weight(place_of(source)):
+    def made_of(self, sources: Sequence[Tensor], target: Tensor) -> None:
+        """Tensors were cast, copied or joined: what becomes of weights is one."""
+        if all(self._holds_weight(place_of(source)) for source in sources):
             self._weights[place_of(target)] = StorageWeakRef(target.untyped_storage())  # type: ignore[no-untyped-call]
 
     def _holds_weight(self, memory: int) -> bool:

@@ -413,6 +413,28 @@ def test_einsum_is_a_gemm_with_weights_and_attention_without():
     assert work(found, "attention") == {"sums": {"fprop": (1, pairs), "dgrad": (2, 2 * pairs)}}
 
 
+def test_a_copy_of_weights_is_a_weight():
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.ModuleList(nn.Linear(16, 24, bias=False) for _ in range(3))
+            self.down = nn.Parameter(torch.randn(3, 24, 16))  # einsum permutes and copies it
+
+        def forward(self, x: Tensor) -> Tensor:
+            stacked = torch.stack([expert.weight for expert in self.up])
+            joined = torch.cat([expert.weight.t() for expert in self.up]).view(3, 16, 24)
+            y = torch.bmm(x, stacked.transpose(1, 2).contiguous()) + torch.bmm(x, joined)
+            return torch.einsum("bti,bio->to", y, self.down)
+
+    def build(model: Any) -> None:
+        model.a, model.experts = nn.Linear(16, 16), Experts()
+
+    found = cover(build, lambda model, x: model.experts(model.a(x)), torch.randn(3, 8, 16))
+    n = 2 * 3 * 8 * 16 * 24
+    assert work(found, "gemm")["experts"] == dict.fromkeys(ALL, (3, 3 * n))
+    assert not work(found, "attention")
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="one operator for an LSTM is oneDNN's")
 def test_rnns():
     def build(model: Any) -> None:
