@@ -7,6 +7,7 @@ import logging
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from rich.console import Console
@@ -53,6 +54,44 @@ class Data(pl.LightningDataModule):
 class Empty(Own):
     def training_step(self, batch, batch_idx):
         return None
+
+
+class Logs(Own):
+    def training_step(self, batch, batch_idx):
+        self.logger.experiment.add_text("batch", str(batch_idx))
+        return super().training_step(batch, batch_idx)
+
+
+class Waits(Own):
+    # For what validation logs.
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+class Saves(Own):
+    def configure_callbacks(self):
+        from lightning_amp_plus.callbacks import Fp8CoverageMonitor
+
+        checkpoint = pl.callbacks.ModelCheckpoint("saved", every_n_train_steps=1)
+        return [pl.callbacks.EarlyStopping("val_loss"), checkpoint, Fp8CoverageMonitor(100)]
+
+
+class Manual(Own):
+    def __init__(self, every: int = 3):
+        super().__init__()
+        self.automatic_optimization, self.every = False, every
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if (batch_idx + 1) % self.every == 0:
+            self.optimizers().step()
+
+
+class Never(Manual):
+    def __init__(self):
+        super().__init__(every=10**9)
 
 
 class Fails(Own):
@@ -143,6 +182,17 @@ def test_plain_text_and_a_terminal_show_both_tables_and_nothing_else(capsys, mon
     assert run() == 0
     out, _ = capsys.readouterr()
     assert "FP8 coverage, step 0" in out and max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("model", ["Logs", "Waits", "Saves"])
+def test_what_belongs_to_a_whole_run_is_left_out(capsys, model):
+    assert observed(capsys, model)["coverage"] == {**observed(capsys)["coverage"], "time": ANY}
+    assert not Path("saved").exists() and not Path("lightning_logs").exists()
+
+
+def test_manual_optimization_steps_when_it_does(capsys):
+    assert flops(observed(capsys, "Manual"), module="odd") == 3 * (3 * 2 * 8 * 16 * 10)
+    assert "no optimizer stepped" in refused(capsys, "Never")
 
 
 def test_logging_is_as_before(capsys):

@@ -17,6 +17,7 @@ from lightning_amp_plus.fp8.fit_report import FitReport
 from lightning_amp_plus.routing import RoutePlan
 
 if TYPE_CHECKING:
+    import lightning.pytorch as pl
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from lightning_amp_plus.callbacks import Fp8CoverageMonitor
@@ -51,6 +52,8 @@ class Observed:
 def observe(config: RunConfig, model_class: str | None, data_class: str | None) -> Observed:
     """Trains one window of a config's model, on one device, and says what was seen. Nothing is logged or saved.
 
+    No callback runs, neither of the config nor of the model: they log, save and stop by numbers of a whole run.
+
     Args:
         config: Of a LightningCLI.
         model_class: The model's class as ``module:Class``, where the config does not name it.
@@ -61,6 +64,8 @@ def observe(config: RunConfig, model_class: str | None, data_class: str | None) 
     """
     import lightning.pytorch as pl
     import torch
+    from lightning.pytorch.callbacks import LambdaCallback
+    from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     from lightning_amp_plus.callbacks import Fp8CoverageMonitor
@@ -77,6 +82,7 @@ def observe(config: RunConfig, model_class: str | None, data_class: str | None) 
         )
     if not is_overridden("configure_optimizers", model):  # the config makes one; its step is not what is looked at
         model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.0)
+    model.configure_callbacks = list
     monitor = Fp8CoverageMonitor(1)
     window = config.accumulate_grad_batches()
     with reporting("the step failed"), _quietly():
@@ -84,13 +90,15 @@ def observe(config: RunConfig, model_class: str | None, data_class: str | None) 
             accelerator="gpu" if config.device_type() == "cuda" else config.device_type(),
             devices=1,
             plugins=[plugin],
-            callbacks=[monitor],
+            callbacks=[monitor, LambdaCallback(on_train_start=_without_validation)],
             max_steps=1,
+            max_epochs=1,
             accumulate_grad_batches=window,
-            limit_train_batches=window,
+            # Manual optimization may step at a later batch.
+            limit_train_batches=window if model.automatic_optimization else None,
             limit_val_batches=0,
             num_sanity_val_steps=0,
-            logger=False,
+            logger=DummyLogger(),  # a model may use what its logger has
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -99,9 +107,18 @@ def observe(config: RunConfig, model_class: str | None, data_class: str | None) 
     return _shown(monitor, plugin.plan, bool(waits))
 
 
+def _without_validation(trainer: pl.Trainer, _: pl.LightningModule) -> None:
+    """Has schedulers go without what validation logs, as it does not run."""
+    for scheduler in trainer.lr_scheduler_configs:
+        scheduler.strict = False
+
+
 def _shown(monitor: Fp8CoverageMonitor, plan: RoutePlan | None, waits: bool) -> Observed:
     if monitor.last is None or plan is None or not monitor.last.counted():
-        raise UsageError("no GEMM ran: the data gave no batch, or training_step multiplied nothing and returned None.")
+        raise UsageError(
+            "no GEMM ran in a step: the data gave no batch, training_step multiplied nothing and returned None, or no "
+            "optimizer stepped."
+        )
     note = "The policy has FP8 begin later; here it was on." if waits else ""
     coverage = replace(monitor.last, notes=(*monitor.last.notes, *([note] if note else [])))
     return Observed(plan, coverage, monitor.last_fit)
