@@ -84,7 +84,10 @@ class Roles:
         self._weights: dict[int, StorageWeakRef | None] = {}
         for owned in parts.layers.values():
             for module, key in owned:
-                for part in plain_parts(module._parameters[key]):  # type: ignore[arg-type]
+                parameter = module._parameters[key]
+                if parameter is None or nn.parameter.is_lazy(parameter):  # it lies nowhere yet
+                    continue
+                for part in plain_parts(parameter):
                     self._weights[place_of(part)] = None
 
     def made_of(self, sources: Sequence[Tensor], target: Tensor) -> None:

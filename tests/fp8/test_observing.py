@@ -149,6 +149,14 @@ def test_a_frozen_weight_has_no_gradient_and_its_layer_hands_one_on():
     assert work(found) == {"a": of(a, "fprop", "wgrad"), "b": of(b, "fprop", "dgrad")}
 
 
+def test_a_weight_that_gets_its_shape_in_the_step():
+    def build(model: Any) -> None:
+        model.a, model.lazy = nn.Linear(16, 16), nn.LazyLinear(10)
+
+    found = cover(build, lambda model, x: model.lazy(model.a(x)), torch.randn(8, 16), in_fp8("a"))
+    assert work(found)["lazy"] == of(2 * 8 * 16 * 10, *ALL)
+
+
 def test_what_runs_without_gradients_is_forward_work_too():
     def step(model: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
