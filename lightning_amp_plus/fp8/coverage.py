@@ -151,6 +151,9 @@ class Coverage:
         plain = f" ({percent(self.shares(attention=False).flops)} without attention)"
         if not any(row.kind == "attention" for row in rows):
             plain = ""
+        if math.isnan(all_.flops):
+            number = sum(row.count for row in rows)
+            return f"no FLOPs, as of batches without elements, in {number} GEMMs, {percent(all_.gemms)} of them in FP8"
         native = "" if all_.native_flops == all_.flops else f", {percent(all_.native_flops)} natively"
         why = ", ".join(f"{reason} {percent(share)}" for reason, share in self.fallbacks().items())
         return (

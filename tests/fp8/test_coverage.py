@@ -109,6 +109,7 @@ def test_gemms_of_no_known_work_count_as_gemms():
     found = Coverage(0, (bf16("a", 0, "op"), row("b", 0)))
     assert found.shares().gemms == 0.5 and math.isnan(found.shares().flops)
     assert found.fallbacks() == {"op": 0.0}
+    assert found.summary() == "no FLOPs, as of batches without elements, in 2 GEMMs, 50 % of them in FP8"
 
 
 def test_sums_over_ranks_are_divided_after_they_are_added():
