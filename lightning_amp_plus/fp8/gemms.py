@@ -59,6 +59,14 @@ def _matmul(first: int, transposed: bool = False) -> _Rule:
     return rule
 
 
+def _any_matmul(args: Sequence[Any], result: Any) -> list[Product]:
+    """``matmul`` as a whole, which is dispatched where a tensor class computes with its parts, as nested tensors do."""
+    left, right = args[:2]
+    if left.ndim == right.ndim == 1:
+        return []
+    return [Product("gemm", left, right, tuple(result.shape), 2 * result.numel() * left.shape[-1])]
+
+
 def _fp8_gemm(args: Sequence[Any], result: Any) -> list[Product]:
     left, right, role = args[:3]
     return [Product("gemm", left, right, tuple(result.shape), 2 * left.numel() * right.shape[0], role)]
@@ -160,6 +168,7 @@ _ONEDNN_RNN = slice(1, 3)  # the input's and the hidden state's matrix
 
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("mm", "bmm", "mv", "_int_mm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm"), _matmul(0)),
+    "matmul": _any_matmul,
     **dict.fromkeys(("_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _matmul(0)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), _matmul(1)),
     **dict.fromkeys(("linear", "_linear_pointwise", "mkldnn_linear"), _matmul(0, transposed=True)),

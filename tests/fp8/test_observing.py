@@ -443,6 +443,29 @@ def test_a_copy_of_weights_is_a_weight():
     assert not work(found, "attention")
 
 
+def test_nested_tensors_and_integers_are_multiplied_too():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 32)
+            self.register_buffer("codes", torch.ones(32, 8, dtype=torch.int8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            nested = torch.nested.nested_tensor([x[:8], x[8:]], layout=torch.jagged)
+            y = self.layer(nested).values()
+            return y.sum() + torch._int_mm(y.to(torch.int8), self.codes).sum()
+
+    def build(model: Any) -> None:
+        model.odd = Odd()
+
+    found = cover(build, lambda model, x: model.odd(x), torch.randn(24, 16))
+    assert work(found) == {
+        "odd.layer": of(2 * 24 * 16 * 32, "fprop", "wgrad"),
+        "odd": of(2 * 24 * 32 * 8, "fprop"),
+    }
+    assert formats(found, "odd") == {"fprop": "int8"}
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="one operator for an LSTM is oneDNN's")
 def test_rnns():
     def build(model: Any) -> None:
