@@ -12,7 +12,8 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 
 from lightning_amp_plus import AmpPrecision, LossScale, PrecisionPolicy, Rule, Trainer
-from lightning_amp_plus.fp8 import DelayedScaling
+from lightning_amp_plus.callbacks import Fp8CoverageMonitor
+from lightning_amp_plus.fp8 import DelayedScaling, RowwiseScaling
 
 
 def make(**arguments: Any) -> Trainer:
@@ -159,6 +160,25 @@ precision:
 """,
     )
     assert plugin_of(trainer).policy == PrecisionPolicy("bf16", reduce="bf16", rules=[Rule("layer", compute="fp32")])
+
+
+def test_cli_takes_recipes_to_try_by_name_by_class_and_in_their_plain_form(tmp_path: Path) -> None:
+    trainer = from_yaml(
+        tmp_path,
+        """
+precision: bf16-mixed
+callbacks:
+  - class_path: lightning_amp_plus.callbacks.Fp8CoverageMonitor
+    init_args:
+      what_if:
+        - rowwise
+        - class_path: lightning_amp_plus.fp8.DelayedScaling
+          init_args: {history: 16}
+        - {name: delayed, history: 4}
+""",
+    )
+    [monitor] = [callback for callback in trainer.callbacks if isinstance(callback, Fp8CoverageMonitor)]
+    assert monitor.what_if == (RowwiseScaling(), DelayedScaling(history=16), DelayedScaling(history=4))
 
 
 PLUGIN = """

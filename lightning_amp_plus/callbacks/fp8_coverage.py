@@ -66,8 +66,8 @@ class Fp8CoverageMonitor(Monitor):
     Args:
         every_n_steps: The interval; by default the Trainer's ``log_every_n_steps``.
         fit: Also measure how well scales fit, layer by layer: a sample of each operand is quantized once more.
-        what_if: Recipes to try on the same operands, as objects or by name: which of them would have fitted better. Nothing
-            is trained in them. Delayed scaling goes by histories of its own, of the observed windows only.
+        what_if: Recipes to try on the same operands, as a policy takes them: which of them would have fitted better.
+            Nothing is trained in them. Delayed scaling goes by histories of its own, of the observed windows only.
         always: Also observe a run whose plan has no layer in FP8 and whose model none of Transformer Engine's or torchao's.
             Its coverage is 0, unless the model multiplies in FP8 by itself.
 
@@ -122,7 +122,7 @@ class Fp8CoverageMonitor(Monitor):
         every_n_steps: int | None = None,
         *,
         fit: bool = True,
-        what_if: Sequence[Recipe | str] = (),
+        what_if: Sequence[Recipe | str | dict[str, Any]] = (),
         always: bool = True,
     ) -> None:
         self.fit, self.always = flag(self, "fit", fit), flag(self, "always", always)
@@ -348,13 +348,13 @@ class Fp8CoverageMonitor(Monitor):
         self.forget_run()
 
 
-def _recipes(what_if: Sequence[Recipe | str]) -> tuple[Recipe, ...]:
+def _recipes(what_if: Sequence[Recipe | str | dict[str, Any]]) -> tuple[Recipe, ...]:
     """The recipes that are meant.
 
     Raises:
         ValueError: If something is none, or one is there twice.
     """
-    if isinstance(what_if, (str, Recipe)):
+    if isinstance(what_if, (str, Recipe, dict)):
         what_if = (what_if,)
     try:
         found = tuple(Recipe.of(value) for value in what_if)
