@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT
@@ -19,8 +19,8 @@ class Trainer(pl.Trainer):
 
     Args:
         precision: An :class:`AmpPrecision`, a :class:`PrecisionPolicy`, one of the strings a policy knows
-            (``16-mixed``, ``bf16-mixed``, ``16-true``, ``bf16-true``, ``32-true`` and their short forms), or anything
-            else that Lightning takes, which is passed on.
+            (``16-mixed``, ``bf16-mixed``, ``16-true``, ``bf16-true``, ``32-true`` and their short forms, ``fp8-mixed``), or
+            anything else that Lightning takes, which is passed on.
         plugins: As in Lightning.
         **kwargs: As in Lightning.
 
@@ -31,7 +31,7 @@ class Trainer(pl.Trainer):
     def __init__(
         self,
         *,
-        precision: AmpPrecision | PrecisionPolicy | _PRECISION_INPUT | None = None,
+        precision: AmpPrecision | PrecisionPolicy | _PRECISION_INPUT | Literal["fp8-mixed"] | None = None,
         plugins: _PLUGIN_INPUT | list[_PLUGIN_INPUT] | None = None,
         **kwargs: Any,
     ) -> None:

@@ -137,7 +137,7 @@ def from_yaml(folder: Path, trainer: str, trainer_class: type[pl.Trainer] = Trai
     return cli.trainer
 
 
-@pytest.mark.parametrize("written", ["bf16-mixed", "16-mixed", "16"])
+@pytest.mark.parametrize("written", ["bf16-mixed", "16-mixed", "16", "fp8-mixed"])
 def test_cli_takes_a_plain_string(tmp_path: Path, written: str) -> None:
     trainer = from_yaml(tmp_path, f"precision: {written}")
     assert plugin_of(trainer).policy == PrecisionPolicy.from_string(written)
