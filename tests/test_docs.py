@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_amp_plus.fp8.coverage import REASONS
+from lightning_amp_plus.fp8.coverage.report import REASONS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

@@ -20,7 +20,10 @@ from lightning_amp_plus.callbacks.layers import LayerHistory
 from lightning_amp_plus.callbacks.monitor import Monitor, batches_that_stepped, flag
 from lightning_amp_plus.callbacks.readout import Measurement, Over
 from lightning_amp_plus.checkpoint.manifest import Move
-from lightning_amp_plus.fp8.coverage import (
+from lightning_amp_plus.fp8.coverage.fallback import Fallbacks, Layer
+from lightning_amp_plus.fp8.coverage.gemm_watcher import GemmWatcher
+from lightning_amp_plus.fp8.coverage.kernels import KernelTimes
+from lightning_amp_plus.fp8.coverage.report import (
     REASONS,
     Coverage,
     GemmRow,
@@ -32,15 +35,12 @@ from lightning_amp_plus.fp8.coverage import (
     sums,
     time_shares,
 )
-from lightning_amp_plus.fp8.fallback import Fallbacks, Layer
-from lightning_amp_plus.fp8.fit import label_of
-from lightning_amp_plus.fp8.fit_report import FitReport
-from lightning_amp_plus.fp8.kernels import KernelTimes
-from lightning_amp_plus.fp8.observing import GemmWatcher
+from lightning_amp_plus.fp8.coverage.tally import Tally
+from lightning_amp_plus.fp8.coverage.transformer_engine import borne_out
+from lightning_amp_plus.fp8.fit.measure import label_of
+from lightning_amp_plus.fp8.fit.report import FitReport
 from lightning_amp_plus.fp8.recipes import Recipe
 from lightning_amp_plus.fp8.selection import is_of_package
-from lightning_amp_plus.fp8.tally import Tally
-from lightning_amp_plus.fp8.unseen import borne_out
 from lightning_amp_plus.integration.watched_step import watch_step
 from lightning_amp_plus.metrics.fp8_coverage import fp8_coverage
 from lightning_amp_plus.naming import ROOT, ModelNames
@@ -72,9 +72,9 @@ class Fp8CoverageMonitor(Monitor):
             Its coverage is 0, unless the model multiplies in FP8 by itself.
 
     Attributes:
-        last: The :class:`~lightning_amp_plus.fp8.coverage.Coverage` of the last step that was observed, of this rank, to
-            be printed; ``None`` before the first.
-        last_fit: The :class:`~lightning_amp_plus.fp8.fit_report.FitReport` of that step, over all ranks, to be printed;
+        last: The :class:`~lightning_amp_plus.fp8.coverage.report.Coverage` of the last step that was observed, of this
+            rank, to be printed; ``None`` before the first.
+        last_fit: The :class:`~lightning_amp_plus.fp8.fit.report.FitReport` of that step, over all ranks, to be printed;
             ``None`` without one, or without FP8.
 
     Raises:

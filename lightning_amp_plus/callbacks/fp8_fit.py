@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_amp_plus.callbacks.layers import LayerHistory
 from lightning_amp_plus.callbacks.readout import Measurement
-from lightning_amp_plus.fp8.fallback import Layer
-from lightning_amp_plus.fp8.fit import OVER_RANKS, label_of
-from lightning_amp_plus.fp8.fit_report import FitReport
-from lightning_amp_plus.fp8.fitting import FitWatch
+from lightning_amp_plus.fp8.coverage.fallback import Layer
+from lightning_amp_plus.fp8.fit.measure import OVER_RANKS, label_of
+from lightning_amp_plus.fp8.fit.report import FitReport
+from lightning_amp_plus.fp8.fit.watch import FitWatch
 from lightning_amp_plus.fp8.recipes import Recipe
 from lightning_amp_plus.fp8.selection import Fp8Route
 from lightning_amp_plus.naming import ROOT

@@ -12,8 +12,8 @@ from io import StringIO
 from typing import TYPE_CHECKING
 
 from lightning_amp_plus.commands.run_config import RunConfig, UsageError, reporting
-from lightning_amp_plus.fp8.coverage import Coverage
-from lightning_amp_plus.fp8.fit_report import FitReport
+from lightning_amp_plus.fp8.coverage.report import Coverage
+from lightning_amp_plus.fp8.fit.report import FitReport
 from lightning_amp_plus.routing import RoutePlan
 
 if TYPE_CHECKING:

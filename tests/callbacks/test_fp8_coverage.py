@@ -26,7 +26,7 @@ from lightning_amp_plus.callbacks import ActivationMonitor, DtypeCensus
 from lightning_amp_plus.callbacks.fp8_coverage import Fp8CoverageMonitor
 from lightning_amp_plus.fp8 import DelayedScaling
 from lightning_amp_plus.fp8.backends import BACKENDS
-from lightning_amp_plus.fp8.coverage import REASONS, Coverage
+from lightning_amp_plus.fp8.coverage.report import REASONS, Coverage
 from lightning_amp_plus.fp8.obstacle import Obstacle
 from tests.support.models import adamw, fused_adamw, sgd
 from tests.support.training import WeightTrace, loader, make_trainer, same

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_amp_plus import AmpPrecision, PrecisionPolicy, Rule
 from lightning_amp_plus.callbacks import Fp8CoverageMonitor
 from lightning_amp_plus.fp8 import CurrentScaling, DelayedScaling, RowwiseScaling
-from lightning_amp_plus.fp8.fit import Fit
-from lightning_amp_plus.fp8.fit_report import FitReport
+from lightning_amp_plus.fp8.fit.measure import Fit
+from lightning_amp_plus.fp8.fit.report import FitReport
 from tests.support.training import loader, make_trainer, same, weights
 
 TENSORS = ("input", "weight", "grad_output")

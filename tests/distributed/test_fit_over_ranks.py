@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from lightning_amp_plus.fp8 import CurrentScaling, DelayedScaling
-from lightning_amp_plus.fp8.fit import FIT_COLUMNS, measured
-from lightning_amp_plus.fp8.fitting import FitWatch
-from tests.fp8.test_fitting import Net, batch, linears, routed
+from lightning_amp_plus.fp8.fit.measure import FIT_COLUMNS, measured
+from lightning_amp_plus.fp8.fit.watch import FitWatch
+from tests.fp8.fit.test_watch import Net, batch, linears, routed
 from tests.support.ranks import run_on_ranks
 
 

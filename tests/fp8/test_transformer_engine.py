@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_amp_plus import AmpPrecision, IncompatiblePrecisionError, PrecisionPolicy, Rule, plan
 from lightning_amp_plus.callbacks import DtypeCensus
 from lightning_amp_plus.fp8 import CurrentScaling, DelayedScaling, Recipe, activation_checkpoint
-from lightning_amp_plus.fp8.fitting import FitWatch
+from lightning_amp_plus.fp8.fit.watch import FitWatch
 from tests.distributed.test_fp8_over_ranks import train
 from tests.fp8.test_training import Regressor, batches
 from tests.support.fp8_contract import CONTRACT, error, grads, layer, routed, run, tokens

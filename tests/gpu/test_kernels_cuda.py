@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_amp_plus.fp8.kernels import KernelTimes
+from lightning_amp_plus.fp8.coverage.kernels import KernelTimes
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_amp_plus import AmpPrecision, PrecisionPolicy, Rule
 from lightning_amp_plus.callbacks.fp8_coverage import Fp8CoverageMonitor
-from lightning_amp_plus.fp8.coverage import Coverage
+from lightning_amp_plus.fp8.coverage.report import Coverage
 from tests.support.models import sgd
 from tests.support.training import fit
 

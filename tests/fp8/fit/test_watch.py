@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lightning_amp_plus import PrecisionPolicy, Rule, plan
 from lightning_amp_plus.fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Recipe, RowwiseScaling
 from lightning_amp_plus.fp8.delayed import histories_of
-from lightning_amp_plus.fp8.fit import FIT_COLUMNS, Fit, Fits, measured
-from lightning_amp_plus.fp8.fitting import FitWatch
+from lightning_amp_plus.fp8.fit.measure import FIT_COLUMNS, Fit, Fits, measured
+from lightning_amp_plus.fp8.fit.watch import FitWatch
 from lightning_amp_plus.fp8.switch import switch_fp8
 
 CPU = torch.device("cpu")

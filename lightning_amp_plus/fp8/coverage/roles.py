@@ -1,4 +1,4 @@
-"""What a product of a step is for: an output, a gradient, an output computed anew: :class:`Roles`. For ``observing``."""
+"""What a product of a step is for: an output, a gradient, an output anew: :class:`Roles`. For ``gemm_watcher``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_amp_plus.fp8.gemms import Product
+from lightning_amp_plus.fp8.coverage.gemms import Product
 from lightning_amp_plus.watching.aside import NO_TASK
 from lightning_amp_plus.watching.modules import Watchable
 from lightning_amp_plus.watching.ops import place_of, plain_parts

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_amp_plus.fp8.gemms import _RULES, Product, is_product, products
+from lightning_amp_plus.fp8.coverage.gemms import _RULES, Product, is_product, products
 from lightning_amp_plus.fp8.op import fp8_gemm
 from lightning_amp_plus.watching.ops import op_of
 

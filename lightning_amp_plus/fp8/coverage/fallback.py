@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_amp_plus.fp8.coverage import Reason
-from lightning_amp_plus.fp8.gemms import Product
+from lightning_amp_plus.fp8.coverage.gemms import Product
+from lightning_amp_plus.fp8.coverage.report import Reason
 from lightning_amp_plus.fp8.recipes import GEMMS
 from lightning_amp_plus.fp8.selection import Fp8Route
 from lightning_amp_plus.routed import fp8_has_begun

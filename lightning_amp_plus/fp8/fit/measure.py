@@ -1,4 +1,4 @@
-"""How well scales fit the tensors they quantize: saturation, underflow and SQNR, as pure functions. Used by ``fitting``.
+"""How well scales fit the tensors they quantize: saturation, underflow and SQNR, as pure functions. Used by ``watch``.
 
 Of each tensor the amax is taken over all of it. The rest is estimated from a sample of whole rows, since on a CPU some
 twenty passes over every operand would cost more than the GEMMs they serve. Nothing here waits for the device. SQNR is what
@@ -35,7 +35,8 @@ FIT_COLUMNS = ("amax", "scale", "saturated", "underflowed", "nonzero", "elements
 OVER_RANKS: tuple[Literal["max", "min", "sum"], ...] = ("max", "min", *("sum",) * 6, "max")
 """What is taken over ranks of each of ``FIT_COLUMNS`` and, behind them, of the number of scale updates."""
 SAMPLE = 2**14
-"""Elements of a tensor that are looked at, about. SQNR is then off by a few hundredths of a decibel."""
+"""Elements of a tensor that are looked at, about. Of numbers of one distribution SQNR is then off by a few hundredths of a
+decibel; where a few rows hold the large ones, by several decibels, as the sample has them or not."""
 _LEAST_ROWS, _TILE = 4, 128
 _GOLDEN = (5**0.5 - 1) / 2
 

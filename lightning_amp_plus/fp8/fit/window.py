@@ -1,4 +1,4 @@
-"""From samples of single tensors to the numbers of a window: :class:`FitWindow`. Used by ``fitting``."""
+"""From samples of single tensors to the numbers of a window: :class:`FitWindow`. Used by ``watch``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_amp_plus.fp8.delayed import OPERANDS, AmaxHistory
-from lightning_amp_plus.fp8.fit import Batch, by_tiles, combined, label_of, nothing, sample_of
+from lightning_amp_plus.fp8.fit.measure import Batch, by_tiles, combined, label_of, nothing, sample_of
 from lightning_amp_plus.fp8.quantize import amax_of
 from lightning_amp_plus.fp8.recipes import DelayedScaling, Operand, Recipe
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_amp_plus.fp8.fallback import Fallbacks
-from lightning_amp_plus.fp8.gemms import Product, is_product, products
-from lightning_amp_plus.fp8.roles import Roles
-from lightning_amp_plus.fp8.tally import RowKey, Tally
-from lightning_amp_plus.fp8.unseen import UnseenGemms
+from lightning_amp_plus.fp8.coverage.fallback import Fallbacks
+from lightning_amp_plus.fp8.coverage.gemms import Product, is_product, products
+from lightning_amp_plus.fp8.coverage.roles import Roles
+from lightning_amp_plus.fp8.coverage.tally import RowKey, Tally
+from lightning_amp_plus.fp8.coverage.transformer_engine import UnseenGemms
 from lightning_amp_plus.watching.modules import Watchable
 from lightning_amp_plus.watching.ops import Op, op_of, short
 from lightning_amp_plus.watching.places import Frame, Place, Places

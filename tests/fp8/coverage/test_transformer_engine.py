@@ -18,12 +18,12 @@ from typing_extensions import override
 
 from lightning_amp_plus import AmpPrecision, PrecisionPolicy
 from lightning_amp_plus.fp8 import CurrentScaling, activation_checkpoint
-from lightning_amp_plus.fp8.backends.te_evidence import Matrix, matrices_of
-from lightning_amp_plus.fp8.coverage import GemmRow
-from lightning_amp_plus.fp8.fallback import Fallbacks, Layer
-from lightning_amp_plus.fp8.observing import GemmWatcher
-from lightning_amp_plus.fp8.tally import Tally
-from lightning_amp_plus.fp8.unseen import UnseenGemms
+from lightning_amp_plus.fp8.coverage.fallback import Fallbacks, Layer
+from lightning_amp_plus.fp8.coverage.gemm_watcher import GemmWatcher
+from lightning_amp_plus.fp8.coverage.report import GemmRow
+from lightning_amp_plus.fp8.coverage.tally import Tally
+from lightning_amp_plus.fp8.coverage.te_evidence import Matrix, matrices_of
+from lightning_amp_plus.fp8.coverage.transformer_engine import UnseenGemms
 from lightning_amp_plus.integration.watched_step import watch_step
 from lightning_amp_plus.watching.modules import watchable
 from tests.fp8.test_training import Regressor, batches

@@ -1,4 +1,4 @@
-"""Adds up the GEMMs of a window: :class:`Tally`. Filled by ``observing`` and ``unseen``."""
+"""Adds up the GEMMs of a window: :class:`Tally`. Filled by ``gemm_watcher`` and ``transformer_engine``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lightning_amp_plus.fp8.coverage import TIMES, GemmRow
+from lightning_amp_plus.fp8.coverage.report import TIMES, GemmRow
 from lightning_amp_plus.naming import ROOT
 from lightning_amp_plus.plan_table import plural
 
@@ -66,7 +66,7 @@ class Tally:
         return tuple(GemmRow(*key, count=count, flops=flops) for key, (count, flops) in self.work.items())
 
     def spent(self, leaves: Iterable[str]) -> dict[str, int]:
-        """Nanoseconds in GEMMs, in casts and quantization, and in the rest, in the order of :data:`coverage.TIMES`.
+        """Nanoseconds in GEMMs, in casts and quantization, and in the rest, in the order of :data:`report.TIMES`.
 
         Args:
             leaves: Modules without modules inside. Where one of them multiplied in FP8, all that it did besides is

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_amp_plus.fp8.coverage import (
+from lightning_amp_plus.fp8.coverage.report import (
     REASONS,
     ROLES,
     TIMES,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_amp_plus.fp8.backends.transformer_engine import engine_of
 from lightning_amp_plus.fp8.delayed import OPERANDS, AmaxHistory, slot_of
-from lightning_amp_plus.fp8.fit import SAMPLE, Fits, fits_of
-from lightning_amp_plus.fp8.fit_window import FitWindow
+from lightning_amp_plus.fp8.fit.measure import SAMPLE, Fits, fits_of
+from lightning_amp_plus.fp8.fit.window import FitWindow
 from lightning_amp_plus.fp8.recipes import Gemm, Operand, Recipe
 from lightning_amp_plus.fp8.selection import Fp8Route
 from lightning_amp_plus.local_parts import is_dtensor, local_part
@@ -35,7 +35,7 @@ class FitWatch:
     """What layers in FP8 quantize in a window that is observed: amax, scale, saturation, underflow and SQNR.
 
     Inputs, weights and gradients of outputs are measured as fprop and dgrad contract them, from a sample of each (see
-    ``fp8.fit``); micro-batches and several calls of a layer add up, a weight counts once. What is not quantized is not
+    ``measure``); micro-batches and several calls of a layer add up, a weight counts once. What is not quantized is not
     measured: in evaluation, while FP8 is off, for GEMMs that stay in BF16. Neither is what cannot be read: a weight that a
     parametrization makes, or that is gathered in FP8. Of a sharded tensor each rank measures its part, as if it were all.
 

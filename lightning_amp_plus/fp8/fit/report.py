@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lightning_amp_plus.fp8.coverage import percent
-from lightning_amp_plus.fp8.fit import Fit
+from lightning_amp_plus.fp8.coverage.report import percent
+from lightning_amp_plus.fp8.fit.measure import Fit
 from lightning_amp_plus.fp8.recipes import Operand
 from lightning_amp_plus.naming import ROOT
 from lightning_amp_plus.plan_table import as_text, cell, fitting_table

@@ -1,4 +1,4 @@
-"""Which operators are GEMMs, what they multiply, and how much work that is. Pure; used by ``observing``.
+"""Which operators are GEMMs, what they multiply, and how much work that is. Pure; used by ``gemm_watcher``.
 
 FLOPs are those of the multiplications and additions of a dense product, ``2 m n k``. Attention is counted whole also where
 a mask leaves half of it out, as torch's own counter does; its operators on a CPU and the kernels behind RNN layers are

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from lightning_amp_plus.fp8 import CurrentScaling
-from lightning_amp_plus.fp8.fallback import Fallbacks, Layer
-from lightning_amp_plus.fp8.gemms import Product
+from lightning_amp_plus.fp8.coverage.fallback import Fallbacks, Layer
+from lightning_amp_plus.fp8.coverage.gemms import Product
 from lightning_amp_plus.fp8.recipes import GEMMS
 from lightning_amp_plus.fp8.selection import Fp8Route
 from lightning_amp_plus.fp8.switch import switch_fp8

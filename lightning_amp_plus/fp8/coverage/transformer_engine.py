@@ -9,7 +9,12 @@ from weakref import WeakMethod
 
 from torch import nn
 
-from lightning_amp_plus.fp8.backends.te_evidence import (
+from lightning_amp_plus.fp8.coverage.fallback import Fallbacks
+from lightning_amp_plus.fp8.coverage.gemms import Product
+from lightning_amp_plus.fp8.coverage.kernels import confirmed
+from lightning_amp_plus.fp8.coverage.report import GemmRow, sums
+from lightning_amp_plus.fp8.coverage.tally import RowKey, Tally
+from lightning_amp_plus.fp8.coverage.te_evidence import (
     Evidence,
     computes_by_it,
     evidence_of,
@@ -17,11 +22,6 @@ from lightning_amp_plus.fp8.backends.te_evidence import (
     is_out_of_reach,
     node_of,
 )
-from lightning_amp_plus.fp8.coverage import GemmRow, sums
-from lightning_amp_plus.fp8.fallback import Fallbacks
-from lightning_amp_plus.fp8.gemms import Product
-from lightning_amp_plus.fp8.kernels import confirmed
-from lightning_amp_plus.fp8.tally import RowKey, Tally
 from lightning_amp_plus.watching.modules import Watchable
 
 _OP = "transformer_engine"  # in the place of an operator's name

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_amp_plus.formats import E4M3, E5M2, round_to
 from lightning_amp_plus.fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, Recipe, RowwiseScaling
-from lightning_amp_plus.fp8.fit import (
+from lightning_amp_plus.fp8.fit.measure import (
     FIT_COLUMNS,
     OVER_RANKS,
     Batch,

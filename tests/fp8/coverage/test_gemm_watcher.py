@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_amp_plus import AmpPrecision, PrecisionPolicy, Rule
 from lightning_amp_plus.callbacks.fp8_coverage import Fp8CoverageMonitor
 from lightning_amp_plus.fp8 import BlockScaling, CurrentScaling, DelayedScaling, MXScaling, RowwiseScaling
-from lightning_amp_plus.fp8.coverage import Coverage
-from lightning_amp_plus.fp8.tally import RowKey, Tally
+from lightning_amp_plus.fp8.coverage.report import Coverage
+from lightning_amp_plus.fp8.coverage.tally import RowKey, Tally
 from tests.support.models import sgd
 from tests.support.training import loader, make_trainer
 
@@ -566,7 +566,7 @@ def test_gradients_of_a_layer_that_was_in_evaluation_mode_in_forward_only():
 
 
 def test_e4m3_times_bf16_is_not_fp8():
-    from lightning_amp_plus.fp8.observing import _of_dtypes
+    from lightning_amp_plus.fp8.coverage.gemm_watcher import _of_dtypes
 
     assert _of_dtypes(torch.float8_e4m3fn, torch.bfloat16) == ("e4m3 x bf16", "native", False)
     assert _of_dtypes(torch.float8_e5m2, torch.float8_e4m3fn) == ("e5m2 x e4m3", "native", True)

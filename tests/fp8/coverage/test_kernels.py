@@ -14,7 +14,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_amp_plus.fp8.kernels import KernelTimes, Kind, confirmed, kind_of
+from lightning_amp_plus.fp8.coverage.kernels import KernelTimes, Kind, confirmed, kind_of
 
 _ROWWISE = (
     "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<"

@@ -1,6 +1,7 @@
 """FP8 coverage: which GEMMs of a training step really ran in which format, and why the others did not. :class:`Coverage`.
 
-Plain data, pure. ``observing`` makes it from what was dispatched, ``Fp8CoverageMonitor`` and the command line show it.
+Plain data, pure. ``gemm_watcher`` and ``tally`` make it from what was dispatched; ``Fp8CoverageMonitor`` and the command
+line show it.
 """
 
 from __future__ import annotations
