@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lightning_amp_plus.fp8.delayed import Slot
 from lightning_amp_plus.fp8.op import fp8_gemm, settled
@@ -83,6 +84,10 @@ def multiply(left: Prepared, right: Prepared, role: Gemm) -> Tensor:
     """
     formats = f"{left.format} x {right.format}".lower()
     product = fp8_gemm(left.values, right.values, role, formats)
+    if not torch.compiler.is_compiling() and is_in_torch_dispatch_mode(
+        include_infra_modes=False
+    ):  # selective checkpointing may keep it as it is
+        product = product.clone()
     if left.factor.numel() == right.factor.numel() == 1:
         # Bounded by FP32's largest number, since a zero times infinity is no zero.
         return product.mul_((left.factor * right.factor).clamp(max=(2.0 - 2.0**-23) * 2.0**127).reshape(()))

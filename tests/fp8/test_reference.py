@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_amp_plus.formats import E4M3
@@ -264,3 +265,24 @@ def test_recomputed_activations_give_the_same_gradients(recipe: Recipe, reentran
     x.grad = w.grad = None
     checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
     assert torch.equal(x.grad, plain[0]) and torch.equal(w.grad, plain[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling(), RowwiseScaling(), MXScaling()], ids=lambda recipe: recipe.name)
+def test_selective_checkpointing_may_keep_its_products(recipe: Recipe) -> None:
+    def keeps(context: Any, op: Any, *arguments: Any, **more: Any) -> CheckpointPolicy:
+        kept = op is torch.ops.lightning_amp_plus.fp8_gemm.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def gradients(**how: Any) -> list[Tensor]:
+        x, w = normal(32, 48).requires_grad_(), normal(16, 48, seed=1).requires_grad_()
+
+        def layer(x: Tensor) -> Tensor:
+            return fp8_linear(x, w, None, recipe, GEMMS).relu()
+
+        output = checkpoint(layer, x, use_reentrant=False, **how) if how else layer(x)
+        output.float().square().sum().backward()
+        assert x.grad is not None and w.grad is not None
+        return [output.detach(), x.grad, w.grad]
+
+    kept = gradients(context_fn=partial(create_selective_checkpoint_contexts, keeps))
+    assert all(torch.equal(mine, plain) for mine, plain in zip(kept, gradients(), strict=True))
