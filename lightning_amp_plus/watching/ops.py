@@ -18,7 +18,7 @@ _NO_TENSORS = (int, float, str, type(None), torch.dtype, torch.device)  # the us
 _NAMES = {known.dtype: known.name.lower() for known in FORMATS}
 
 _GEMM = {
-    "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "linear_backward",
+    "mm", "matmul", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "linear_backward",
     "_addmm_activation", "_linear_pointwise", "mkldnn_linear", "convolution", "_convolution",
     "convolution_backward", "convolution_overrideable", "convolution_backward_overrideable",
     "_convolution_pointwise", "conv2d", "cudnn_convolution", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward",

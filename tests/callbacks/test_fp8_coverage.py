@@ -377,7 +377,7 @@ def test_a_batch_without_elements_is_no_warning():
 
 
 def test_work_without_a_formula_is_named_in_a_note(monkeypatch):
-    from lightning_amp_plus.fp8 import gemms
+    from lightning_amp_plus.fp8.coverage import gemms
 
     monkeypatch.delitem(gemms._RULES, "addmm")
     looks = watched(Model(), "bf16-mixed", data=batches(1))
