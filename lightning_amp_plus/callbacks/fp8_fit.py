@@ -49,7 +49,9 @@ class LayerFits:
             return
         self._routes = routes
         modules = {name: layers[name].module for name in routes}
-        self._watch = FitWatch(modules, device, hidden=hidden, what_if=self._what_if)
+        before, self._watch = self._watch, FitWatch(modules, device, hidden=hidden, what_if=self._what_if)
+        if before is not None:
+            self._watch.go_on_from(before)
 
     def begin(self) -> None:
         """A micro-batch begins."""

@@ -159,6 +159,20 @@ def test_layers_moved_while_training_come_and_go():
     assert seen == [{"up", "down"}, {"down"}, {"up", "down"}]
 
 
+def test_what_is_tried_keeps_its_history_where_another_layer_is_moved():
+    class Moves(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                trainer.precision_plugin.set_route("down", "bf16")
+
+    [quiet] = batches(1)
+    monitor = Fp8CoverageMonitor(1, what_if=[DelayedScaling(history=4)])
+    trainer = make_trainer(AmpPrecision(policy("current")), callbacks=[monitor, Moves()])
+    trainer.fit(Two(lr=0.0), loader([quiet, 64 * quiet]))
+    tried = monitor.last_fit.what_if["delayed(history=4)"]["up"]["input"]
+    assert tried.scale == pytest.approx(448 / quiet.bfloat16().abs().max().item()) and tried.saturation > 0.5
+
+
 def test_an_overflow_is_shown_and_does_no_harm():
     data = batches(3)
     data[1] = data[1].clone()

@@ -85,6 +85,16 @@ class FitWatch:
         self._counted: dict[int, tuple[AmaxHistory, Tensor]] = {}
         self._updates()
 
+    def go_on_from(self, other: FitWatch) -> None:
+        """Takes over the histories of the recipes that are tried, of layers that both watch.
+
+        Args:
+            other: One with the same recipes, between windows.
+        """
+        for own, others in zip(self._window.histories, other._window.histories, strict=True):
+            if own is not None and others is not None:
+                own.load_state_dict(others.state_dict())
+
     # ---------------------------------------------------------------- hooks
 
     def begin(self) -> None:
