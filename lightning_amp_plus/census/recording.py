@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_amp_plus.census.following import NARROW, WIDE, Casts, Exchanges
 from lightning_amp_plus.census.record import OpKey, Record
-from lightning_amp_plus.fp8.backends.transformer_engine import engine_of
+from lightning_amp_plus.fp8.coverage.te_evidence import computes_by_it, evidence_of, node_of
 from lightning_amp_plus.watching.ops import (
     LISTED,
     Op,
@@ -137,12 +137,7 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
     def _left(self, frame: Frame, inputs: Any, output: Any) -> None:
         assert isinstance(frame, _Reading)
         name = frame.name
-        engine = engine_of(self._modules[name])
-        if engine is not None and (formats := engine.ran_in()) is not None:
-            for role, dtype in zip(("input", "weight"), formats, strict=True):
-                frame.reads[role] = (dtype, True)
-            key = OpKey(name, "forward", "gemm", "transformer_engine", formats[0], f"{joined(formats)} -> bf16")
-            self.record.rows.setdefault(key, [0, 0])[0] += 1
+        self._hear(frame, inputs, output)
         for role, (dtype, _) in frame.reads.items():
             if role != "buffer":
                 self.record.add(name, role, dtype)
@@ -152,6 +147,23 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
         returned = floating_of_module(output)
         if returned:
             self.record.add(name, "output", short(returned[0].dtype))
+
+    def _hear(self, frame: _Reading, inputs: Any, output: Any) -> None:
+        """Notes what Transformer Engine says of a call in which no GEMM was dispatched: its own never are."""
+        module = self._modules[frame.name]
+        if not computes_by_it(module) or any(by_gemm for _, by_gemm in frame.reads.values()):
+            return
+        said = evidence_of(module, inputs, node_of(output))
+        returned = floating_of_module(output)
+        if said is None or not returned:
+            return
+        left, _, right = said.forward.partition(" x ")
+        formats = left, right or left
+        for role, dtype in zip(("input", "weight"), formats, strict=True):
+            frame.reads[role] = (dtype, True)
+        dtypes = f"{joined(formats)} -> {short(returned[0].dtype)}"
+        key = OpKey(frame.name, "forward", "gemm", "transformer_engine", left, dtypes)
+        self.record.rows.setdefault(key, [0, 0])[0] += len(said.matrices)
 
     # ---------------------------------------------------------------- one operation
 

@@ -247,12 +247,6 @@ class Engine:
         """Transformer Engine's own layer, which holds the parameters of the last call; ``None`` before the first."""
         return self._layer
 
-    def ran_in(self) -> tuple[str, str] | None:
-        """Formats of input and weight in the last forward, by Transformer Engine's own word; ``None`` if not FP8."""
-        if self._layer is None or not self._layer.fp8:
-            return None
-        return self.recipe.format_of("input").name.lower(), self.recipe.format_of("weight").name.lower()
-
     def _states(self) -> tuple[Any, Any]:
         meta = self._layer.fp8_meta
         return meta["scaling_fwd"], meta["scaling_bwd"]

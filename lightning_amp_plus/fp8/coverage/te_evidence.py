@@ -2,7 +2,8 @@
 
 Its GEMMs are functions of its binary, which no dispatch mode sees. Evidence is what its layers leave behind: the flag
 ``fp8`` that a layer sets when it is called, the dtypes of its quantizers, and what its autograd node has saved. Nothing is
-imported from it; a class is known by the package that it comes from. Used by ``transformer_engine``.
+imported from it; a class is known by the package that it comes from. Used by ``transformer_engine`` and the
+dtype census.
 """
 
 from __future__ import annotations
