@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_amp_plus.callbacks.sightings import Sightings
 from lightning_amp_plus.routed import base_class
-from lightning_amp_plus.watching.aside import NO_TASK, backward_now, compiling, transforming
+from lightning_amp_plus.watching.aside import NO_TASK, backward_now, out_of_sight
 from lightning_amp_plus.watching.modules import around, is_compiled_in_place
 
 _keys = itertools.count(-1, -1)  # torch's own keys of hooks are positive
@@ -70,12 +70,12 @@ class Watch:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The hook before a call."""
-        if not compiling() and self._live and backward_now() == NO_TASK and transforming() is None:
+        if not out_of_sight() and self._live and backward_now() == NO_TASK:
             self._open.append(self._inputs(args, kwargs))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """The hook after a call."""
-        if not compiling() and self._live and backward_now() == NO_TASK and transforming() is None:
+        if not out_of_sight() and self._live and backward_now() == NO_TASK:
             call = self._open.pop() if self._open else self._inputs(args, kwargs)
             self._seen.see(call, 2 * self._number + 1, output)
 

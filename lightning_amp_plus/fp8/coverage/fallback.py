@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_amp_plus.fp8.coverage.gemms import Product
+from lightning_amp_plus.fp8.coverage.gemms import Product, sizes_of
 from lightning_amp_plus.fp8.coverage.report import Reason
 from lightning_amp_plus.fp8.recipes import GEMMS
 from lightning_amp_plus.fp8.selection import Fp8Route
@@ -33,7 +33,7 @@ class Layer:
     def sizes(self) -> tuple[int, ...] | None:
         """Sizes of a Linear's weight, in ascending order."""
         module = self.module
-        return tuple(sorted((module.out_features, module.in_features))) if isinstance(module, nn.Linear) else None
+        return sizes_of((module.out_features, module.in_features)) if isinstance(module, nn.Linear) else None
 
 
 class Fallbacks:
@@ -65,9 +65,9 @@ class Fallbacks:
 
     def _in_region(self, product: Product, region: str, role: str) -> Reason:
         """Compiled code shows sizes only: of the layers that have them, the reason that most give counts."""
-        sides = {tuple(sorted(t.shape[-2:])) for t in (product.left, product.right) if t is not None}
+        sides = {sizes_of(tensor.shape) for tensor in (product.left, product.right) if tensor is not None}
         if product.result is not None:
-            sides.add(tuple(sorted(product.result[-2:])))
+            sides.add(sizes_of(product.result))
         meant: Counter[Reason] = Counter()
         for name in self._regions[region]:
             layer = self._layers.get(name)

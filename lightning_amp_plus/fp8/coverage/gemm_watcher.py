@@ -101,15 +101,14 @@ class GemmWatcher(Watcher):  # type: ignore[no-untyped-call]
         for product in products(op.base, op.kind, args, result):
             place = self._roles.recomputed_in(product, place)
             role, forward = self._roles.of(product, place, None if frame is None else frame.module, region)
-            kind = product.kind
-            if kind == "gemm" and op.base in ("bmm", "baddbmm") and forward is not None and forward.weight is None:
-                kind = "attention"
+            if op.base in ("bmm", "baddbmm") and forward is not None and forward.weight is None:
+                product = product._replace(kind="attention")
             format, engine, in_fp8 = _format(op, args, product)
-            product = product._replace(kind=kind)
             reason = "" if in_fp8 else (forward and forward.state) or self._fallbacks.why(product, place.module, role)
             if forward is not None and reason in ("eval", "warmup"):
                 forward.state = reason
-            self._tally.add(RowKey(place.module, role, kind, op.name, format, engine, reason, region), product.flops)
+            key = RowKey(place.module, role, product.kind, op.name, format, engine, reason, region)
+            self._tally.add(key, product.flops)
         if frame is not None:
             frame.products += 1
 

@@ -37,6 +37,11 @@ class Product(NamedTuple):
     role: str = ""
 
 
+def sizes_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """The last two sizes in ascending order, which a matrix, its transpose and stacks of either have in common."""
+    return tuple(sorted(shape[-2:]))
+
+
 _Rule = Callable[[Sequence[Any], Any], "list[Product]"]
 
 

@@ -245,9 +245,8 @@ def sums(rows: Iterable[GemmRow]) -> Work:
     return Work(*(number for some in (in_fp8, native, listed) for number in _flops_and_gemms(some)))
 
 
-def _flops_and_gemms(rows: Iterable[GemmRow]) -> tuple[int, int]:
-    listed = list(rows)
-    return sum(row.flops for row in listed), sum(row.count for row in listed)
+def _flops_and_gemms(rows: list[GemmRow]) -> tuple[int, int]:
+    return sum(row.flops for row in rows), sum(row.count for row in rows)
 
 
 def shares_of(work: Iterable[float]) -> Shares:
@@ -281,7 +280,7 @@ def _grouped(rows: Iterable[GemmRow], key: Callable[[GemmRow], str]) -> dict[str
 
 def percent(share: float) -> str:
     """A share for people; ``0 %`` and ``100 %`` only where it is that."""
-    if share != share:
+    if math.isnan(share):
         return "-"
     if 0 < share < 0.0005:
         return "< 0.1 %"

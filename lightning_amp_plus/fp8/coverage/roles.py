@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_amp_plus.fp8.coverage.gemms import Product
+from lightning_amp_plus.fp8.coverage.gemms import Product, sizes_of
 from lightning_amp_plus.watching.aside import NO_TASK
 from lightning_amp_plus.watching.modules import Watchable
 from lightning_amp_plus.watching.ops import place_of, plain_parts
@@ -111,7 +111,7 @@ class Roles:
         """
         if not place.recomputes or product.left is None or product.right is None:
             return place
-        sizes, name = (_sizes(product.left), _sizes(product.right)), place.module
+        sizes, name = (sizes_of(product.left.shape), sizes_of(product.right.shape)), place.module
         while (name, sizes) not in self._met:
             if not name:
                 return place
@@ -141,7 +141,7 @@ class Roles:
         left, right = product.left, product.right
         if left is None or right is None:
             return None
-        operands, sizes = (left, right), (_sizes(left), _sizes(right))
+        operands, sizes = (left, right), (sizes_of(left.shape), sizes_of(right.shape))
         weight = next((side for side in (1, 0) if self._holds_weight(place_of(operands[side]))), None)
         if weight is None and module is not None:  # a weight that was made or quantized from one is known by its sizes
             own = {tuple(sorted(p.shape)) for p in _weights_of(module)}
@@ -178,7 +178,7 @@ class Roles:
         left, right, result = product.left, product.right, product.result
         if left is None or right is None or result is None:
             return "backward", None
-        found = tuple(sorted(result[-2:]))
+        found = sizes_of(result)
         if len(forwards) > 1:  # of a function with a backward of its own: at first those that it is computed from
             operands = left, right
             forwards = sorted(forwards, key=lambda known: not known.gives(found, operands))
@@ -216,7 +216,3 @@ def _weights_of(module: nn.Module) -> Iterator[Tensor]:
     made = module._modules.get("parametrizations")
     if made is not None:
         yield from made.parameters()
-
-
-def _sizes(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(sorted(tensor.shape[-2:]))

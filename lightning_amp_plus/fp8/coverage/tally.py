@@ -63,7 +63,7 @@ class Tally:
 
     def rows(self) -> tuple[GemmRow, ...]:
         """All GEMMs, in the order in which each was met first."""
-        return tuple(GemmRow(*key, count=count, flops=flops) for key, (count, flops) in self.work.items())
+        return tuple(GemmRow(**key._asdict(), count=count, flops=flops) for key, (count, flops) in self.work.items())
 
     def spent(self, leaves: Iterable[str]) -> dict[str, int]:
         """Nanoseconds in GEMMs, in casts and quantization, and in the rest, in the order of :data:`report.TIMES`.
