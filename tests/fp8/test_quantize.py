@@ -13,15 +13,9 @@ from torch import Tensor
 
 from lightning_amp_plus.formats import E4M3, E5M2, Format, round_to
 from lightning_amp_plus.fp8.quantize import amax_of, nonzeros, quantize, round_fp8, saturated, scale_of, sqnr
+from tests.support.fp8_contract import TILES
 
 FORMATS = [E4M3, E5M2]
-TILES = {
-    "tensor": (10**6, 10**6),
-    "row": (1, 10**6),
-    "block_1x128": (1, 128),
-    "block_128x128": (128, 128),
-    "mx_32": (1, 32),
-}
 both = pytest.mark.parametrize("format", FORMATS, ids=str)
 
 

@@ -20,6 +20,15 @@ from lightning_amp_plus.fp8 import Recipe
 
 IN, OUT = 64, 96
 
+# Rows and columns that share a scale, by granularity.
+TILES = {
+    "tensor": (10**6, 10**6),
+    "row": (1, 10**6),
+    "block_1x128": (1, 128),
+    "block_128x128": (128, 128),
+    "mx_32": (1, 32),
+}
+
 
 def normal(*shape: int, seed: int) -> Tensor:
     drawn = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")

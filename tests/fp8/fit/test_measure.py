@@ -24,6 +24,7 @@ from lightning_amp_plus.fp8.fit.measure import (
     sample_of,
 )
 from lightning_amp_plus.fp8.quantize import amax_of
+from tests.support.fp8_contract import TILES
 
 RECIPES = [
     CurrentScaling(),
@@ -33,13 +34,6 @@ RECIPES = [
     BlockScaling(),
     MXScaling(),
 ]
-TILES = {
-    "tensor": (10**6, 10**6),
-    "row": (1, 10**6),
-    "block_1x128": (1, 128),
-    "block_128x128": (128, 128),
-    "mx_32": (1, 32),
-}
 every = pytest.mark.parametrize("recipe", RECIPES, ids=label_of)
 operands = pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
 ALL = 10**9  # no sample
